@@ -1,0 +1,258 @@
+"""What a node does next. Pure: (agent, fact, now) → (agent, orders).
+
+As in the daemon, there are two kinds of change. A *fact* changes only what it names: a place was heard, a worker ended,
+a store was opened. Then the *rules* settle what now has to be done, whatever led there:
+
+    stop what may not live  →  let go of stores nobody needs  →  take the seat that was dealt  →  offer, if ready
+    →  end, if it is over
+
+So it makes no difference in which order things come, or how often they are said. A round lives through
+
+    (dealt) → STARTING → RUNNING → SUCCEEDED
+                  │          ├───→ FAILED              a worker failed; the rest of the node is being stopped
+                  └──────────┴───→ STOPPING → STOPPED  told to stop, leaving, or its store is lost
+
+and is `gone` when no process of it is left; only then may the node offer itself for the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import assert_never
+
+from rdzv import wording
+from rdzv.model import (
+    DaemonAway,
+    DaemonRefused,
+    Ended,
+    Fact,
+    Failure,
+    Held,
+    Hurry,
+    Known,
+    LeaveAsked,
+    MasterReached,
+    MasterUnreachable,
+    Order,
+    Phase,
+    Place,
+    PlaceHeard,
+    Removed,
+    Say,
+    Spawn,
+    SpawnFailed,
+    StoreFailed,
+    StoreLost,
+    StoreOpened,
+    Tell,
+    TimePassed,
+    Topic,
+    Waiting,
+    WorkerEnded,
+    WorkersGone,
+    WorkersStarted,
+)
+from rdzv.node import Agent, Away, Config, StoreTrouble, material, standing
+from rdzv.rules import DONE_ALONE_S, Step, settle, wakes_at
+
+__all__ = ["Agent", "Config", "begin", "standing", "step", "wakes_at"]
+
+FAILURES_MAX = 8  # the first few tell what happened; a node of 64 workers need not tell it 64 times
+STORE_RETRY_S = 1.0  # between two attempts to open a bootstrap store
+AWAY_UNSAID_S = 2.0  # a daemon that is back sooner was never worth a line
+
+
+def begin(config: Config, now: float) -> Step:
+    """Return a node that has heard of nobody, and its first orders: an offer is made before anybody asks for one."""
+    agent = Agent(config=config, away=Away(since=now, text="not reached yet"), idle_at=now)
+    return settle(agent, now)
+
+
+def step(agent: Agent, fact: Fact, now: float) -> Step:
+    """Return the node as it stands after `fact`, and what to do, in this order. After an Exit there are no orders."""
+    if agent.exited:
+        return agent, []
+    before = standing(agent)
+    agent, said = _apply(agent, fact, now)
+    agent, orders = settle(agent, now)
+    after = standing(agent)
+    if after == before:
+        return agent, [*said, *orders]
+    # Telling comes first: nothing that is done about a failure may delay the others' hearing of it.
+    return agent, [Tell(standing=after, at_once=material(after) != material(before)), *said, *orders]
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def _apply(agent: Agent, fact: Fact, now: float) -> Step:
+    match fact:
+        case PlaceHeard():
+            return _place_heard(agent, fact.place, now)
+        case DaemonAway():
+            return _daemon_away(agent, fact, now)
+        case DaemonRefused():
+            return replace(agent, refused=fact.text), []
+        case StoreOpened() | StoreFailed() | StoreLost():
+            return _store_news(agent, fact, now)
+        case MasterReached() | MasterUnreachable() | WorkersStarted() | SpawnFailed() | WorkerEnded() | WorkersGone():
+            if agent.held is None or agent.held.round_uid != fact.round_uid:
+                return agent, []  # news of a round that is no longer this node's
+            return _round_news(agent, agent.held, fact, now)
+        case LeaveAsked():
+            if agent.leaving is not None:
+                return agent, [Hurry()]
+            return replace(agent, leaving=fact), [Say(Topic.NEWS, wording.leaving(fact, busy=not agent.idle))]
+        case TimePassed():
+            return agent, []
+        case _:
+            assert_never(fact)
+
+
+def _place_heard(agent: Agent, place: Place, now: float) -> Step:
+    said: list[Order] = []
+    if agent.away is not None and agent.away.said:
+        said.append(Say(Topic.NEWS, "the daemon is back"))
+    old, agent = agent.place, replace(agent, away=None)
+    if old is not None and old.term == place.term and place.revision < old.revision:
+        return agent, said
+    earlier_term = agent.earlier_term or (old is not None and old.term != place.term)
+    agent = replace(agent, place=place, known=_greatest(agent.known, place.known), earlier_term=earlier_term)
+    if isinstance(place.status, Ended | Removed):
+        if agent.leaving is not None:
+            return agent, said  # it goes for its own reason already; this is only the daemon's goodbye
+        agent = replace(agent, over=place.status, over_at=agent.over_at if agent.over is not None else now)
+    elif isinstance(place.status, Waiting):
+        said.extend(_cause_said(agent, place, old))
+        said.append(Say(Topic.WAIT, wording.waiting(place.status, place.explain)))
+    return agent, said
+
+
+def _cause_said(agent: Agent, place: Place, old: Place | None) -> list[Order]:
+    """Why a round broke concerns those that were in it; the cause may change while more is being learnt."""
+    cause, held = place.cause, agent.held
+    if cause is None or not cause.text or held is None or held.round_uid != place.known.round_uid:
+        return []
+    said = old.cause.text if old is not None and old.cause is not None and old.known == place.known else ""
+    return [] if said == cause.text else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
+
+
+def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:
+    away = agent.away or Away(since=now, text=fact.text)
+    away = replace(away, text=fact.text)
+    if away.said or now < away.since + AWAY_UNSAID_S or agent.doomed:
+        return replace(agent, away=away), []
+    if agent.idle and not agent.done:
+        left_s = agent.config.join_timeout_s - (now - max(away.since, agent.idle_at))
+        said = Say(Topic.WAIT, wording.no_daemon(agent.config.endpoints, fact.text, left_s))
+        return replace(agent, away=away), [said]
+    text = wording.away_while_done(fact.text, DONE_ALONE_S) if agent.done else wording.away_while_training(fact.text)
+    return replace(agent, away=replace(away, said=True)), [Say(Topic.WARN, text)]
+
+
+def _store_news(agent: Agent, fact: StoreOpened | StoreFailed | StoreLost, now: float) -> Step:
+    offer = agent.offer
+    mine = offer is not None and fact.offer_id in (offer.offer_id, "")
+    match fact:
+        case StoreOpened():
+            if offer is None or not mine:
+                return agent, []  # given up while it was being opened; its DropStore is already ordered
+            return replace(agent, offer=replace(offer, port=fact.port), trouble=None), []
+        case StoreFailed():
+            if not mine:
+                return agent, []
+            since = agent.trouble.since if agent.trouble is not None else now
+            trouble = StoreTrouble(since=since, retry_at=now + STORE_RETRY_S, text=fact.text)
+            said: list[Order] = [] if agent.trouble is not None else [Say(Topic.WARN, wording.store_failed(fact.text))]
+            return replace(agent, offer=None, trouble=trouble), said
+        case StoreLost():
+            if mine:
+                agent = replace(agent, offer=None)
+            if agent.hosted and fact.offer_id in (agent.hosted, "") and agent.held is not None:
+                agent = replace(agent, hosted="", held=replace(agent.held, store_lost=True))
+            return agent, []
+        case _:
+            assert_never(fact)
+
+
+def _round_news(
+    agent: Agent,
+    held: Held,
+    fact: MasterReached | MasterUnreachable | WorkersStarted | SpawnFailed | WorkerEnded | WorkersGone,
+    now: float,
+) -> Step:
+    match fact:
+        case MasterReached():
+            if held.phase is not Phase.STARTING or held.spawned or held.gone or not agent.valid or agent.doomed:
+                return agent, []
+            return replace(agent, held=replace(held, spawned=True)), [Spawn(held.assignment)]
+        case MasterUnreachable():
+            if held.phase is not Phase.STARTING or held.spawned:
+                return agent, []
+            held = replace(held, phase=Phase.STOPPED, gone=True, master_unreachable=True)
+            return replace(agent, held=held, idle_at=now), [Say(Topic.WARN, fact.text)]
+        case WorkersStarted():
+            return replace(agent, held=held.moved({Phase.STARTING: Phase.RUNNING})), []
+        case SpawnFailed():
+            return replace(agent, held=_spawn_failed(held, fact, now)), []
+        case WorkerEnded():
+            return replace(agent, held=_worker_ended(held, fact)), []
+        case WorkersGone():
+            if held.stop_at is None:
+                return agent, []  # only what was stopped can be said to be gone
+            held = replace(held.moved({Phase.STOPPING: Phase.STOPPED}), gone=True)
+            return replace(agent, held=held, idle_at=now), []
+        case _:
+            assert_never(fact)
+
+
+def _spawn_failed(held: Held, fact: SpawnFailed, now: float) -> Held:
+    if held.stop_at is not None:
+        return held  # it was being stopped anyway
+    failure = Failure(
+        rank=held.assignment.first_rank + fact.local_rank,
+        local_rank=fact.local_rank,
+        exit_code=1,
+        signal=0,
+        text=wording.cut(fact.text),
+        ended_at=now,
+        kind="spawn",
+    )
+    return _failed(held, failure)
+
+
+def _worker_ended(held: Held, fact: WorkerEnded) -> Held:
+    if fact.local_rank in held.ended:
+        return held
+    held = replace(held, ended=held.ended | {fact.local_rank})
+    if fact.exit_code == 0 and fact.signal == 0:
+        all_ended = len(held.ended) == held.assignment.slots
+        return held.moved({Phase.STARTING: Phase.SUCCEEDED, Phase.RUNNING: Phase.SUCCEEDED}) if all_ended else held
+    if held.stop_at is not None and fact.at >= held.stop_at:
+        return held  # it ended as it was told to, whatever code it chose
+    failure = Failure(
+        rank=held.assignment.first_rank + fact.local_rank,
+        local_rank=fact.local_rank,
+        exit_code=fact.exit_code,
+        signal=fact.signal,
+        text=wording.cut(fact.text),
+        ended_at=fact.at,
+        victim=fact.victim,
+    )
+    return _failed(held, failure)
+
+
+def _failed(held: Held, failure: Failure) -> Held:
+    failures = sorted((*held.failures, failure), key=lambda f: f.ended_at)
+    return replace(held, phase=Phase.FAILED, failures=tuple(failures[:FAILURES_MAX]))
+
+
+def _greatest(known: Known, told: Known) -> Known:
+    newer = told if told.round > known.round or not known.round else known
+    charged = told if told.charged_round > known.charged_round else known
+    return replace(
+        newer,
+        restarts_used=max(known.restarts_used, told.restarts_used),
+        charged_round=charged.charged_round,
+        charged_round_uid=charged.charged_round_uid,
+    )

@@ -1,0 +1,111 @@
+"""What a person reads on stderr. A thread writes the lines: a terminal that is slow, or stopped, holds up nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import threading
+from typing import assert_never
+
+from rdzv.errors import describe_exit
+from rdzv.model import Exit, Failure, Say, Topic
+
+LINES_MAX = 1000  # not yet written; more than a person reads, and a few hundred KB
+WAIT_UNSAID_S = 1.0  # a wait that is over sooner needs no line
+WAIT_AGAIN_S = 30.0  # how often an unchanged reason to wait is repeated
+CLOSE_S = 1.0  # for the last lines to be written
+
+_COUNTDOWN = re.compile(r"\d+(?:\.\d+)? s\b")
+
+
+class Console:
+    """Lines with a prefix, in the order said. Must be closed for the last ones to appear."""
+
+    def __init__(self, name: str, fd: int = 2) -> None:
+        self._prefix = f"[{name}] "
+        self._fd = fd
+        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
+        self._dropped = 0
+        self._wait = ""  # the reason to wait that holds now; empty: none
+        self._wait_at: float | None = None  # when it is to be said
+        self._wait_said = ""  # the substance of the one said last
+        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
+        self._thread.start()
+
+    def say(self, said: Say, now: float) -> None:
+        """Write a line, or note why the node waits; `now` is of any monotonic clock."""
+        match said.topic:
+            case Topic.WAIT:
+                if not self._wait:
+                    self._wait_at = now + WAIT_UNSAID_S
+                elif self._wait_said and _substance(said.text) != self._wait_said:
+                    self._wait_at = now
+                self._wait = said.text
+                self.tick(now)
+            case Topic.NEWS | Topic.CAUSE:
+                self._wait, self._wait_at, self._wait_said = "", None, ""
+                self._put(said.text)
+            case Topic.WARN:
+                self._put(f"warning: {said.text}")
+            case _:
+                assert_never(said.topic)
+
+    def wakes_at(self) -> float | None:
+        """Return when `tick` has something to say."""
+        return self._wait_at
+
+    def tick(self, now: float) -> None:
+        """Say why the node waits, if that is due."""
+        if self._wait and self._wait_at is not None and now >= self._wait_at:
+            self._wait_said, self._wait_at = _substance(self._wait), now + WAIT_AGAIN_S
+            self._put(self._wait)
+
+    def finish(self, end: Exit) -> None:
+        """Write how it ended: one line, and what is known of the root cause."""
+        self._put(end.text)
+        cause = end.cause
+        if cause is None:
+            return
+        if cause.node_name:
+            self._put(f"  host: {cause.node_name}")
+        if cause.failure is not None:
+            for line in _failure_lines(cause.failure):
+                self._put(f"  {line}")
+
+    def close(self) -> None:
+        """Return when all lines are written, or after CLOSE_S if nobody reads them."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
+
+    def _put(self, text: str) -> None:
+        for line in text.splitlines() or [""]:
+            try:
+                if self._dropped:
+                    self._lines.put_nowait(f"{self._prefix}... {self._dropped} lines dropped here ...")
+                    self._dropped = 0
+                self._lines.put_nowait(self._prefix + line)
+            except queue.Full:
+                self._dropped += 1
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            raw = line.encode("utf-8", "backslashreplace") + b"\n"
+            with contextlib.suppress(OSError):  # nobody reads; the exit code still says how it ended
+                while raw:
+                    raw = raw[os.write(self._fd, raw) :]
+
+
+def _failure_lines(failure: Failure) -> list[str]:
+    ended = describe_exit(failure.exit_code, failure.signal)
+    lines = [f"rank: {failure.rank} (local rank {failure.local_rank})", f"ended by: {ended}"]
+    if failure.text:
+        lines += ["it said:", *(f"  {line}" for line in failure.text.splitlines())]
+    return lines
+
+
+def _substance(text: str) -> str:
+    """Return the text without what counts down."""
+    return _COUNTDOWN.sub("", text)

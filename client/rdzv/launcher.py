@@ -1,0 +1,367 @@
+"""One node: the agent's orders carried out, and what comes of them told to it. It decides nothing itself.
+
+    signals, clock, supervisor, stores, session ──facts──→ agent ──orders──→ supervisor, stores, session, console
+
+Every order is either done at once or becomes a task, so that a fact is never told while another is being obeyed. Orders
+to processes are carried out one after the other, and so are those to stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import uuid
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, assert_never
+
+from rdzv import agent as agents
+from rdzv import model
+from rdzv.aside import aside
+from rdzv.console import Console
+from rdzv.endpoints import Endpoint
+from rdzv.errors import ErrorReport, looks_like_victim, read_error_file
+from rdzv.options import Options
+from rdzv.processes import supervisor as processes
+from rdzv.processes.spawner_process import SpawnError
+from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
+from rdzv.standalone import NotServing, OwnDaemon
+from rdzv.worker_env import worker_argv, worker_environment
+
+if TYPE_CHECKING:
+    from rdzv.session import Session
+
+JOIN_TIMEOUT_S = 600.0
+REACH_S = 5.0  # for the round's bootstrap store to be reached; it listens before it is announced
+REACH_ONCE_S = 2.0
+REACH_AGAIN_S = 0.2
+ERROR_FILE_S = 2.0  # for an error file to be read; it is small, but its file system may hang
+DAEMON_AGAIN_S = 1.0  # between two attempts to bring the launcher's own daemon back
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Finished(Exception):
+    """Ends the scope of a node, and every task in it."""
+
+
+class Launcher:
+    """One node's part in one job. `run` is its whole life."""
+
+    def __init__(self, options: Options, environ: Mapping[str, str], console: Console, began_at: float) -> None:
+        self._options = options
+        self._environ = dict(environ)  # what workers get; nothing that this process does to its own shows there
+        self._console = console
+        self._began_at = began_at
+        self._loop = asyncio.get_running_loop()
+        self._node_uid = uuid.uuid4().hex
+        self._exit: asyncio.Future[model.Exit] = self._loop.create_future()
+        self._tasks = asyncio.TaskGroup()
+        self._stores = StoreHolder()
+        self._storing, self._processing = asyncio.Lock(), asyncio.Lock()
+        self._own_daemon = OwnDaemon() if options.standalone else None
+        self._endpoints: tuple[Endpoint, ...] = options.endpoints
+        self._session: Session | None = None
+        self._early: list[model.LeaveAsked] | None = []  # signals that came before there was anything to stop
+        self._reading: set[asyncio.Task[None]] = set()  # error files; as many as workers ended
+        self._hurried = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._dir = ""
+
+    async def run(self) -> int:
+        """Return the exit code."""
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
+            self._loop.add_signal_handler(number, self._signalled, number)
+        self._loop.set_exception_handler(self._failed_callback)
+        # The spawner comes first, before anything has threads that a child process could inherit a lock from.
+        self._supervisor = await processes.Supervisor.start(self._process_fact)
+        try:
+            async with self._tasks:
+                await self._attend()
+                raise _Finished  # noqa: TRY301  # it is how a task group's tasks are all cancelled
+        except* _Finished:
+            end = self._exit.result()
+        except* (NotServing, SpawnError) as group:
+            raise group.exceptions[0] from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._stores.close()
+            await self._supervisor.close()
+            await self._tidy()
+        self._console.finish(end)
+        return end.code
+
+    async def _attend(self) -> None:
+        await self._start()
+        end = await self._exit
+        assert self._session is not None
+        await self._session.flush(end.flush_s)
+
+    async def _start(self) -> None:
+        """Everything that takes time is begun before the one thing that holds up the loop: importing grpc."""
+        options = self._options
+        self._dir = tempfile.mkdtemp(prefix="rdzvrun-")
+        await self._stores.start(self._supervisor)
+        own = None
+        if self._own_daemon is not None:
+            own = self._tasks.create_task(self._own_daemon.start(self._supervisor))
+            await asyncio.sleep(0)
+        from rdzv.convert import identity
+        from rdzv.session import Session
+
+        if own is not None:
+            self._endpoints = (await own,)
+        config = agents.Config(
+            node_uid=self._node_uid,
+            endpoints=", ".join(map(str, self._endpoints)),
+            stop_grace_s=options.shutdown_timeout_s,
+            join_timeout_s=options.rdzv_conf.join_s or JOIN_TIMEOUT_S,
+        )
+        self._agent, orders = agents.begin(config, self._loop.time())
+        self._session = Session(
+            self._endpoints,
+            identity(options, self._node_uid),
+            agents.standing(self._agent),
+            began_at=self._began_at,
+            on_place=lambda place: self._tell(model.PlaceHeard(place=place)),
+            on_away=lambda text: self._tell(model.DaemonAway(text=text)),
+            on_refused=lambda text: self._tell(model.DaemonRefused(text=text)),
+            local_addr=options.local_addr,
+            retry_max_s=options.rdzv_conf.retry_max_s,
+        )
+        for order in orders:
+            self._obey(order)
+        self._tasks.create_task(self._session.run())
+        early, self._early = self._early or [], None
+        for fact in early:
+            self._tell(fact)
+        self._arm()
+
+    def _failed_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A fact that cannot be handled is a bug; going on without it would be a wrong node that looks right."""
+        loop.default_exception_handler(context)
+        if "handle" in context and not self._exit.done():
+            self._exit.set_exception(context["exception"])
+
+    async def _tidy(self) -> None:
+        if self._dir:
+            try:
+                await aside(lambda: shutil.rmtree(self._dir, ignore_errors=True), within_s=ERROR_FILE_S)
+            except TimeoutError:
+                self._console.say(model.Say(model.Topic.WARN, f"cannot remove {self._dir}"), self._loop.time())
+
+    # -------------------------------------------------------------------------------------------- facts
+
+    def _tell(self, fact: model.Fact) -> None:
+        self._agent, orders = agents.step(self._agent, fact, self._loop.time())
+        for order in orders:
+            self._obey(order)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Wake when the agent, or the console, wants to."""
+        if self._timer is not None:
+            self._timer.cancel()
+        instants = [at for at in (agents.wakes_at(self._agent), self._console.wakes_at()) if at is not None]
+        self._timer = self._loop.call_at(min(instants), self._time_passed) if instants else None
+
+    def _time_passed(self) -> None:
+        self._console.tick(self._loop.time())
+        self._tell(model.TimePassed())
+
+    def _signalled(self, number: signal.Signals) -> None:
+        fact = model.LeaveAsked(signal=int(number), reason=f"got {number.name}")
+        if self._early is not None:
+            self._early.append(fact)
+        else:
+            self._tell(fact)
+
+    def _process_fact(self, fact: processes.ProcessFact) -> None:
+        if self._exit.done():
+            return  # the scope is being left
+        match fact:
+            case processes.WorkerEnded():
+                reading = self._tasks.create_task(self._worker_ended(fact))
+                self._reading.add(reading)
+                reading.add_done_callback(self._reading.discard)
+            case processes.HelperEnded(name=StoreHolder.NAME):
+                self._tell(model.StoreLost(offer_id="", text=self._stores.problem or "its process died"))
+            case processes.HelperEnded():
+                if fact.name == OwnDaemon.NAME and self._early is None:
+                    self._tasks.create_task(self._daemon_again())
+            case processes.SpawnerEnded():
+                self._say(model.Topic.WARN, f"{fact.text}; all processes of this node ended with it")
+            case _:
+                assert_never(fact)
+
+    async def _worker_ended(self, fact: processes.WorkerEnded) -> None:
+        report: ErrorReport | None = None
+        if fact.exit_code or fact.signal:
+            path = self._error_file(fact.round_uid, fact.local_rank)
+            try:
+                report = await aside(lambda: read_error_file(path), within_s=ERROR_FILE_S)
+            except (OSError, TimeoutError) as error:
+                self._say(model.Topic.WARN, f"cannot read {path}: {error}")
+        text = "" if report is None else report.traceback or report.message
+        self._tell(
+            model.WorkerEnded(
+                round_uid=fact.round_uid,
+                local_rank=fact.local_rank,
+                exit_code=fact.exit_code,
+                signal=fact.signal,
+                at=fact.at,
+                text=text,
+                victim=looks_like_victim(text),
+            )
+        )
+
+    # -------------------------------------------------------------------------------------------- orders
+
+    def _obey(self, order: model.Order) -> None:
+        match order:
+            case model.Tell():
+                if self._session is not None:
+                    self._session.tell(order.standing, at_once=order.at_once)
+            case model.Say():
+                self._console.say(order, self._loop.time())
+            case model.Hurry():
+                self._hurried = True
+                self._supervisor.hurry()
+            case model.Exit():
+                self._exit.set_result(order)
+            case model.OpenStore() | model.DropStore() | model.ReachMaster() | model.Spawn() | model.Stop():
+                self._tasks.create_task(self._work(order))
+            case _:
+                assert_never(order)
+
+    def _work(
+        self, order: model.OpenStore | model.DropStore | model.ReachMaster | model.Spawn | model.Stop
+    ) -> Coroutine[None, None, None]:
+        match order:
+            case model.OpenStore():
+                return self._open_store(order.offer_id)
+            case model.DropStore():
+                return self._drop_store(order.offer_id)
+            case model.ReachMaster():
+                return self._reach(order)
+            case model.Spawn():
+                return self._spawn(order.assignment)
+            case model.Stop():
+                return self._stop(order)
+            case _:
+                assert_never(order)
+
+    def _say(self, topic: model.Topic, text: str) -> None:
+        self._console.say(model.Say(topic, text), self._loop.time())
+
+    async def _open_store(self, offer_id: str) -> None:
+        async with self._storing:
+            try:
+                port = await self._opened(offer_id)
+            except (NoPort, SpawnError, StoresUnavailable) as error:
+                self._tell(model.StoreFailed(offer_id=offer_id, text=str(error)))
+            else:
+                self._tell(model.StoreOpened(offer_id=offer_id, port=port))
+
+    async def _opened(self, offer_id: str) -> int:
+        ports = self._options.rdzv_conf.master_port_range
+        try:
+            return await self._stores.open(offer_id, ports)
+        except StoresUnavailable:
+            await self._supervisor.stop_helper(StoreHolder.NAME)  # it closed its wire, and may not have ended yet
+            await self._stores.start(self._supervisor)
+            return await self._stores.open(offer_id, ports)
+
+    async def _drop_store(self, offer_id: str) -> None:
+        async with self._storing:
+            await self._stores.drop(offer_id)
+
+    async def _reach(self, order: model.ReachMaster) -> None:
+        where = Endpoint(order.addr, order.port)
+        until = self._loop.time() + REACH_S
+        while True:
+            try:
+                await aside(lambda: _connect(where), within_s=REACH_ONCE_S)
+            except OSError as error:  # TimeoutError is one
+                why = error.strerror or "no answer"
+            else:
+                self._tell(model.MasterReached(round_uid=order.round_uid))
+                return
+            if self._loop.time() >= until:
+                text = (
+                    f"cannot reach the bootstrap store at {where} ({why}): does a firewall close port {order.port}? "
+                    "--rdzv-conf master_port_range=FIRST-LAST keeps to ports that are open"
+                )
+                self._tell(model.MasterUnreachable(round_uid=order.round_uid, text=text))
+                return
+            await asyncio.sleep(REACH_AGAIN_S)
+
+    async def _spawn(self, seat: model.Assignment) -> None:
+        async with self._processing:
+            try:
+                commands = await aside(lambda: self._commands(seat), within_s=ERROR_FILE_S)
+                await self._supervisor.spawn(seat.round_uid, commands)
+            except processes.SpawnFailed as failed:
+                fact = model.SpawnFailed(round_uid=seat.round_uid, local_rank=failed.local_rank, text=failed.text)
+                self._tell(fact)
+            except (OSError, ValueError) as error:
+                text = f"cannot prepare the workers: {error}"
+                self._tell(model.SpawnFailed(round_uid=seat.round_uid, local_rank=0, text=text))
+            else:
+                self._tell(model.WorkersStarted(round_uid=seat.round_uid))
+
+    def _commands(self, seat: model.Assignment) -> list[processes.WorkerCommand]:
+        """What to start, with a fresh directory for each worker's error file. Blocks."""
+        from rdzv.convert import seat_out
+
+        options, assigned, commands = self._options, seat_out(seat), []
+        for local_rank in range(seat.slots):
+            error_file = self._error_file(seat.round_uid, local_rank)
+            os.makedirs(os.path.dirname(error_file), exist_ok=True)
+            env = worker_environment(
+                self._environ,
+                assigned,
+                local_rank,
+                run_id=options.run_id,
+                role=options.role,
+                error_file=error_file,
+                endpoint=",".join(map(str, self._endpoints)),
+                job_uid=self._agent.known.job_uid,
+                signals_to_handle=options.signals_to_handle,
+                virtual_local_rank=options.virtual_local_rank,
+            )
+            argv = worker_argv(options, self._environ, local_rank)
+            # The launcher's own stdio. A relay of their lines would hand in its pipes here.
+            commands.append(processes.WorkerCommand(local_rank=local_rank, argv=argv, env=env))
+        return commands
+
+    async def _stop(self, order: model.Stop) -> None:
+        async with self._processing:
+            grace_s = 0.0 if self._hurried else order.grace_s
+            await self._supervisor.stop(signal=order.signal, grace_s=grace_s)
+            if self._reading:
+                await asyncio.wait(self._reading)  # how they ended is told before that they are gone
+            self._tell(model.WorkersGone(round_uid=order.round_uid))
+
+    async def _daemon_again(self) -> None:
+        """Bring the launcher's own daemon back; the agent hears of it as of any daemon that was away."""
+        assert self._own_daemon is not None
+        while True:
+            try:
+                await self._own_daemon.start(self._supervisor)
+            except (NotServing, SpawnError):
+                await asyncio.sleep(DAEMON_AGAIN_S)
+            else:
+                return
+
+    def _error_file(self, round_uid: str, local_rank: int) -> str:
+        # In hex: what a daemon made up is not to be a path.
+        return os.path.join(self._dir, round_uid.encode().hex(), str(local_rank), "error.json")
+
+
+def _connect(where: Endpoint) -> None:
+    socket.create_connection((where.host, where.port), timeout=REACH_ONCE_S).close()

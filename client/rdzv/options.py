@@ -1,0 +1,339 @@
+"""What rdzvrun was asked to do: torchrun's options with torchrun's meaning, checked, as one value."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rdzv.arguments import CommandLine, Given, UsageError, read
+from rdzv.devices import DeviceError, count_devices, cpu_count, has_plugin_backends
+from rdzv.endpoints import DEFAULT_PORT, Endpoint, is_loopback, parse_endpoint, parse_endpoints
+from rdzv.rdzv_conf import RdzvConf, parse_rdzv_conf, scheduler_submission
+from rdzv.values import (
+    COUNT_MAX,
+    Values,
+    as_address,
+    as_choice,
+    as_filters,
+    as_name,
+    as_nnodes,
+    as_on_daemon_loss,
+    as_ranks,
+    as_seconds,
+    as_signals,
+    as_streams,
+    as_text,
+    as_whole,
+    is_whole,
+    reading,
+)
+
+__all__ = ["Options", "UsageError", "entry_digest", "parse"]
+
+_SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's
+_BACKENDS_OF_TORCH = ("c10d", "static", "etcd", "etcd-v2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line and its defaults. Durations in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    max_restarts: int
+    role: str
+    node_rank: int | None  # the group rank it would like in a first round
+    standalone: bool  # the daemon runs inside this launcher
+    endpoints: tuple[Endpoint, ...]  # where the daemon is; empty when standalone
+    run_id: str
+    run_id_generated: bool
+    rdzv_conf: RdzvConf
+    submission: str  # shared by the nodes of one submission; "": none
+    node_name: str
+    local_addr: str | None
+    on_daemon_loss: Literal["continue"]
+    module: bool
+    no_python: bool
+    run_path: bool
+    training_script: str
+    training_script_args: tuple[str, ...]
+    shutdown_timeout_s: float
+    virtual_local_rank: bool
+    signals_to_handle: tuple[str, ...]
+    # Read and checked, and not acted on; `notes` says so where they were given.
+    start_method: str
+    monitor_interval_s: float
+    log_dir: str | None
+    redirects: str
+    tee: str
+    local_ranks_filter: tuple[int, ...]
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    event_log_handler: str
+    logs_specs: str | None
+    numa_binding: str | None
+    notes: tuple[str, ...]  # what was given and has no effect, or another one than expected: one line each
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Reads the command line (without the program's name). UsageError; SystemExit for --help and --version.
+
+    Asks torch, in a child process, when accelerators are to be counted and there may be some.
+    """
+    line = read(argv, environ)
+    values = Values(line.given)
+    notes: list[str] = []
+    nodes = values.take("nnodes", (1, 1), as_nnodes)
+    place = _place(values, nodes, notes)
+    conf = values.take("rdzv_conf", RdzvConf(), reading(parse_rdzv_conf))
+    notes += [f"--rdzv-conf: {note}" for note in conf.notes]
+    run_id = values.take("rdzv_id", "", as_name)
+    how = _how(values, line)
+    notes += _notes(values, environ)
+    return Options(
+        min_nodes=place.nodes[0],
+        max_nodes=place.nodes[1],
+        max_restarts=values.take("max_restarts", 0, as_whole(0)),
+        role=values.take("role", "", as_name) or "default",
+        node_rank=values.take("node_rank", None, as_whole(0)),
+        standalone=not place.endpoints,
+        endpoints=place.endpoints,
+        run_id=run_id or ("default" if place.endpoints else _random_id()),
+        run_id_generated=not run_id and not place.endpoints,
+        rdzv_conf=conf,
+        submission=conf.submission or scheduler_submission(environ),
+        node_name=conf.node_name or os.uname().nodename,
+        local_addr=values.take("local_addr", None, as_address),
+        on_daemon_loss=values.take("on_daemon_loss", "continue", as_on_daemon_loss),
+        module=how.module,
+        no_python=how.no_python,
+        run_path=how.run_path,
+        training_script=line.script,
+        training_script_args=line.script_args,
+        shutdown_timeout_s=_shutdown_timeout(values, environ),
+        virtual_local_rank=values.flag("virtual_local_rank"),
+        signals_to_handle=values.take("signals_to_handle", tuple(_SIGNALS.split(",")), as_signals),
+        start_method=values.take("start_method", "exec", as_choice("exec", "spawn", "fork", "forkserver")),
+        monitor_interval_s=values.take("monitor_interval", 0.1, as_seconds),
+        log_dir=values.take("log_dir", None, as_text),
+        redirects=values.take("redirects", "0", as_streams),
+        tee=values.take("tee", "0", as_streams),
+        local_ranks_filter=values.take("local_ranks_filter", (), as_ranks),
+        duplicate_stdout_filters=values.take("duplicate_stdout_filters", (), as_filters),
+        duplicate_stderr_filters=values.take("duplicate_stderr_filters", (), as_filters),
+        event_log_handler=values.take("event_log_handler", "null", as_text),
+        logs_specs=values.take("logs_specs", None, as_text),
+        numa_binding=values.take("numa_binding", None, as_choice("node", "socket", "exclusive", "core-complex")),
+        notes=tuple(notes),
+        # Last, because it may take seconds: a typo elsewhere is told at once.
+        nproc_per_node=_nproc(values, environ, virtual=values.flag("virtual_local_rank")),
+    )
+
+
+def entry_digest(options: Options) -> bytes:
+    """SHA-256 of what a node runs: how, the script's base name, its arguments. For people, when nodes differ."""
+    how = "module" if options.module else "program" if options.no_python else "script"
+    name = options.training_script if options.module else os.path.basename(options.training_script)
+    digest = hashlib.sha256()
+    for part in (how, name, *options.training_script_args):
+        data = os.fsencode(part)
+        digest.update(b"%d:" % len(data) + data)  # lengths, so that no two lists look alike
+    return digest.digest()
+
+
+def _random_id() -> str:
+    from uuid import uuid4  # only needed here, and slow to import
+
+    return str(uuid4())
+
+
+def _shutdown_timeout(values: Values, environ: Mapping[str, str]) -> float:
+    torchs = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    if "shutdown_timeout" not in values.given and environ.get(torchs):
+        return as_seconds(Given(environ[torchs], torchs))
+    return values.take("shutdown_timeout", _SHUTDOWN_TIMEOUT_S, as_seconds)
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    module: bool
+    no_python: bool
+    run_path: bool
+
+
+def _how(values: Values, line: CommandLine) -> _How:
+    """How workers run the script. --run-path outranks the other two, as torchrun's does."""
+    run_path = values.flag("run_path")
+    module = values.flag("module") and not run_path
+    no_python = values.flag("no_python") and not run_path
+    if module and no_python:
+        raise UsageError("--module and --no-python exclude each other: a module is run by python; leave out one")
+    if not module and not no_python:
+        _check_script(line.script)
+    return _How(module, no_python, run_path)
+
+
+def _check_script(script: str) -> None:
+    if os.path.isdir(script):
+        if not os.path.exists(os.path.join(script, "__main__.py")):
+            raise UsageError(f"training script {script}: a directory without __main__.py; expected a Python file")
+    elif not os.path.exists(script):
+        raise UsageError(
+            f"training script {script}: no such file in {os.getcwd()}; give its path, or -m for a module, "
+            "or --no-python for a program"
+            if not os.path.isabs(script)
+            else f"training script {script}: no such file; give the path of a Python file"
+        )
+
+
+def _nproc(values: Values, environ: Mapping[str, str], *, virtual: bool) -> int:
+    given = values.given.get("nproc_per_node", Given("1", "--nproc-per-node"))
+    text = given.text.strip()
+    count = int(text) if is_whole(text) and 1 <= int(text) <= COUNT_MAX else _count(given, text, environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if virtual and visible is not None and count > len(visible.split(",")):
+        given.refuse(f"--virtual-local-rank gives each worker a GPU, and CUDA_VISIBLE_DEVICES={visible} has fewer")
+    return count
+
+
+def _count(given: Given, text: str, environ: Mapping[str, str]) -> int:
+    """As many workers as there are devices of the kind `text`."""
+    if text == "cpu":
+        return cpu_count()
+    known = text in ("auto", "gpu", "xpu")
+    if not known and not (re.fullmatch(r"[a-z][a-z0-9_]*", text) and has_plugin_backends()):
+        given.refuse("expected a whole number of at least 1, or auto, cpu, gpu or xpu")
+    try:
+        count = count_devices(text, environ)
+    except DeviceError as error:
+        given.refuse(f"the devices of this host cannot be counted: {error}; give a number")
+    if count == 0 and text != "auto":
+        hidden = environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None or text != "gpu" else f" (CUDA_VISIBLE_DEVICES={hidden})"
+        name = {"gpu": "GPU", "xpu": "XPU"}.get(text, f"device of the kind {text}")
+        given.refuse(f"this host has no {name} that torch can use{why}; give a number, cpu or auto")
+    return count or cpu_count()
+
+
+# ------------------------------------------------------------------------------------------------ where
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    nodes: tuple[int, int]
+    endpoints: tuple[Endpoint, ...]  # empty: standalone
+
+
+def _place(values: Values, nodes: tuple[int, int], notes: list[str]) -> _Place:
+    """Where the daemon is, and how many nodes meet there."""
+    endpoints = values.text("rdzv_endpoint")
+    if values.flag("standalone"):
+        if nodes[0] > 1:
+            values.given["nnodes"].refuse("--standalone is for one node; leave it out, and give --rdzv-endpoint")
+        if nodes[1] > 1:
+            notes.append(f"--standalone is for one node: the maximum of --nnodes={nodes[0]}:{nodes[1]} has no effect")
+        if endpoints:
+            notes.append(
+                f"{values.given['rdzv_endpoint'].source} has no effect: --standalone uses no daemon but its own"
+            )
+        return _Place((1, 1), ())
+    if endpoints:
+        notes += [
+            f"{values.given[dest].source} has no effect: --rdzv-endpoint is given"
+            for dest in ("master_addr", "master_port")
+            if dest in values.given
+        ]
+        return _at_endpoints(values.given["rdzv_endpoint"], nodes)
+    return _at_master(values, nodes, notes)
+
+
+def _at_endpoints(given: Given, nodes: tuple[int, int]) -> _Place:
+    found = reading(lambda text: parse_endpoints(text, port_min=0))(given)
+    if all(endpoint.port for endpoint in found):
+        return _Place(nodes, found)
+    # localhost:0 is how torchrun's users ask for a rendezvous of one node on a free port.
+    if nodes[1] == 1 and all(is_loopback(endpoint.host) for endpoint in found):
+        return _Place(nodes, ())
+    given.refuse("the daemon cannot be found at port 0; expected the port at which it serves")
+
+
+def _at_master(values: Values, nodes: tuple[int, int], notes: list[str]) -> _Place:
+    port = values.take("master_port", 0, as_whole(0, 65535)) or DEFAULT_PORT
+    address = values.given.get("master_addr")
+    if address is not None and values.text("master_addr"):
+        endpoint = reading(lambda text: parse_endpoint(text, port))(address)
+        # Scripts for one node name this host as the master, where nobody but the job itself has ever listened.
+        if nodes[1] > 1 or not _is_this_host(endpoint.host):
+            return _Place(nodes, (endpoint,))
+    if nodes[1] > 1:
+        count = f"{nodes[0]}" if nodes[0] == nodes[1] else f"{nodes[0]}:{nodes[1]}"
+        raise UsageError(
+            f"--nnodes={count} needs a daemon where the nodes meet: start rendezvousd on a host that all of them "
+            "reach, and give --rdzv-endpoint=HOST[:PORT]"
+        )
+    notes += [
+        f"{values.given[dest].source} has no effect: one node needs no daemon, and its workers meet on a free port"
+        for dest in ("master_addr", "master_port")
+        if dest in values.given
+    ]
+    return _Place(nodes, ())
+
+
+def _is_this_host(host: str) -> bool:
+    name = os.uname().nodename
+    return is_loopback(host) or host in (name, name.partition(".")[0])
+
+
+# ------------------------------------------------------------------------------------------------ notes
+
+_NOT_YET = {
+    "log_dir": "no log files are written",
+    "local_ranks_filter": "the output of all workers is shown",
+    "duplicate_stdout_filters": "no lines are copied",
+    "duplicate_stderr_filters": "no lines are copied",
+    "logs_specs": "output goes to the console",
+    "numa_binding": "workers may run on all CPUs",
+}
+
+_VARIABLES_NOT_YET = {
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "lines of workers keep their prefix",
+    "TORCHELASTIC_HEALTH_CHECK_PORT": "no health check is served by the launcher",
+    "TORCHELASTIC_ENABLE_FILE_TIMER": "no timer watches the workers",
+}
+
+
+def _notes(values: Values, environ: Mapping[str, str]) -> list[str]:
+    """One line for everything given that does not do what it says."""
+    given = values.given
+    found = [f"{given[dest].source} is not supported yet: {what}" for dest, what in _NOT_YET.items() if dest in given]
+    found += [f"{name} is not supported yet: {what}" for name, what in _VARIABLES_NOT_YET.items() if environ.get(name)]
+    found += [
+        f"{given[dest].source} is not supported yet: output goes to the console only"
+        for dest in ("redirects", "tee")
+        if any(part.rpartition(":")[2] != "0" for part in values.text(dest).split(",") if part)
+    ]
+    handler = values.text("event_log_handler")
+    if handler not in ("", "null"):
+        found.append(f"{given['event_log_handler'].source}={handler} is not supported yet: no events are recorded")
+    method = values.text("start_method")
+    if method in ("fork", "forkserver"):
+        found.append(f"{given['start_method'].source}={method} is not supported yet: workers are started by exec")
+    if "monitor_interval" in given:
+        found.append(f"{given['monitor_interval'].source} has no effect: the end of a worker is noticed at once")
+    if "signals_to_handle" in given and set(values.text("signals_to_handle").split(",")) != set(_SIGNALS.split(",")):
+        found.append(f"{given['signals_to_handle'].source} is not supported yet: {_SIGNALS} are handled")
+    if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        found.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE has no effect: every round has a store of its own")
+    backend = values.take("rdzv_backend", "rendezvousd", as_choice("rendezvousd", *_BACKENDS_OF_TORCH))
+    if backend != "rendezvousd":
+        found.append(f"{given['rdzv_backend'].source}={backend}: the rendezvousd daemon is used instead")
+    return found

@@ -1,0 +1,46 @@
+"""The command `rdzvrun`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+from rdzv.options import Options, UsageError, parse
+
+
+def main() -> int:
+    """Return the exit code: 0, the root cause's, 128 + n after a signal, 2 for a command line that makes no sense."""
+    began_at = time.monotonic()
+    try:
+        options = parse(sys.argv[1:], os.environ)
+    except UsageError as error:
+        print(f"rdzvrun: error: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(_run(options, began_at))
+
+
+async def _run(options: Options, began_at: float) -> int:
+    from rdzv.console import Console
+    from rdzv.launcher import Launcher
+    from rdzv.model import Say, Topic
+    from rdzv.processes.spawner_process import SpawnError
+    from rdzv.standalone import NotServing
+
+    console = Console("rdzvrun" if options.standalone else options.node_name)
+    try:
+        for note in options.notes:
+            console.say(Say(Topic.WARN, note), began_at)
+        if options.run_id_generated:
+            console.say(Say(Topic.NEWS, f"run id {options.run_id}"), began_at)
+        return await Launcher(options, os.environ, console, began_at).run()
+    except (NotServing, SpawnError) as error:
+        console.say(Say(Topic.WARN, str(error)), began_at)
+        return 1
+    finally:
+        console.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

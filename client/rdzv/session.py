@@ -1,0 +1,293 @@
+"""The conversation with the daemon: one Join stream to one of several endpoints, kept for as long as the scope lasts.
+
+    told standing ──→ writer ──→ stream ──→ reader ──→ on_place
+                        │ every heartbeat, and at once when something changed
+                        └ whatever ends the stream, the next one says everything again
+
+The writer and the reader wait for nothing but the stream and the clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from rdzv import convert
+from rdzv.address import local_address
+from rdzv.aside import aside
+from rdzv.convert import Identity
+from rdzv.endpoints import Endpoint, grpc_target
+from rdzv.model import Failure, Place, Standing
+from rendezvousd.v1 import rendezvous_pb2 as pb
+
+METHOD = "/rendezvousd.v1.Rendezvous/Join"
+HEARTBEAT_S = 1.0  # until a place says otherwise
+RETRY_MIN_S = 0.2
+RETRY_MAX_S = 1.0  # until a place says otherwise
+CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
+# From opening a stream to the first place. A daemon that 10,000 nodes storm at once takes 4 to 5 s.
+FIRST_PLACE_S = 10.0
+SILENT_SLACK_S = 0.2  # on top of two heartbeat intervals: scheduling of both ends
+LOOK_UP_S = 5.0  # the default timeout of a resolver's first try
+CLOSE_S = 1.0  # a half-open peer must not hang the end
+
+# Retrying cannot help; the details are for people.
+FINAL = frozenset(
+    {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED}
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web is not for a cluster's own network
+    ("grpc.use_local_subchannel_pool", 1),  # each attempt is a fresh connection, without another's back-off
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),  # gRPC's name for the time a connect may take
+    ("grpc.keepalive_time_ms", 5000),  # a dead host is noticed in a few seconds; a dead daemon by its silence
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),  # without it a frozen peer is found after a minute only
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+# Field 31, fixed64: the highest field, so that it may simply follow the rest. See the comment on NodeState.seq.
+_SEQ_KEY = b"\xf9\x01"
+_SEQ = struct.Struct("<Q")
+
+
+class _Left(Exception):
+    """The stream was given up; the text says why."""
+
+
+class _Refused(Exception):
+    """The daemon will not have this node, whatever it does."""
+
+
+class Session:
+    """Keeps a daemon told of how this node stands, and hears its place. All calls belong to one event loop.
+
+    `on_place` hears every answer, repeated ones too. `on_away` hears of each failed attempt and broken stream, with the
+    reason. `on_refused` is called once at most; nothing is tried after it.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        identity: Identity,
+        standing: Standing,
+        *,
+        began_at: float,
+        on_place: Callable[[Place], None],
+        on_away: Callable[[str], None],
+        on_refused: Callable[[str], None],
+        local_addr: str | None = None,
+        retry_max_s: float | None = None,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._identity = identity
+        self._standing = standing
+        self._began_at = began_at
+        self._on_place, self._on_away, self._on_refused = on_place, on_away, on_refused
+        self._given_address = local_addr
+        self._address = local_addr or ""
+        self._changed = asyncio.Event()
+        self._version = 0  # of the standing
+        self._heartbeat_s = HEARTBEAT_S
+        self._retry_given_s = retry_max_s  # outranks what the daemon says
+        self._retry_max_s = retry_max_s or RETRY_MAX_S
+        # of the stream, if one is open
+        self._stream_no = 0
+        self._open = False
+        self._attended = False  # a place was heard on it
+        self._seq = 0
+        self._body: tuple[int, bytes] | None = None  # a version and how it is written
+        self._ages: dict[tuple[int, int, float], int] = {}  # failures already told: as old as they were then
+        self._sent: tuple[int, int] = (-1, 0)  # the newest version sent, and the seq that first carried it
+        self._heard = -1  # the newest version the daemon has acknowledged
+        self._progress = asyncio.Condition()  # of _heard, and of the stream's end
+
+    def tell(self, standing: Standing, *, at_once: bool = True) -> None:
+        """Let the daemon hear this: now, or with the next heartbeat."""
+        self._standing = standing
+        self._version += 1
+        if at_once:
+            self._changed.set()
+
+    async def flush(self, within_s: float) -> bool:
+        """Return whether the daemon has heard the latest standing, `within_s` at most from now. Without one: False."""
+        wanted = self._version
+        self._changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._progress:
+                await self._progress.wait_for(lambda: self._heard >= wanted or not self._open)
+        return self._heard >= wanted
+
+    async def run(self) -> None:
+        """Attend daemons until cancelled, or refused by one."""
+        failed = 0  # attempts in a row that led to no place
+        turn = 0
+        while True:
+            endpoint = self._endpoints[turn % len(self._endpoints)]
+            self._attended = False
+            try:
+                await self._attend(endpoint)
+            except _Refused as refused:
+                self._on_refused(str(refused))
+                return
+            except (OSError, _Left) as error:
+                self._on_away(f"{endpoint}: {error}")
+            failed = 0 if self._attended else failed + 1
+            turn += 1
+            rounds = failed // len(self._endpoints)  # trying each endpoint once is not being impatient
+            await asyncio.sleep(random.uniform(0.1, 1.0) * min(self._retry_max_s, RETRY_MIN_S * 1.5**rounds))
+
+    # -------------------------------------------------------------------------------------------- one stream
+
+    async def _attend(self, endpoint: Endpoint) -> None:
+        """Keep one stream for as long as it lives. Raises _Left, _Refused or OSError: it always ends."""
+        await self._find_address(endpoint)
+        channel = grpc.aio.insecure_channel(grpc_target(endpoint), options=CHANNEL_OPTIONS)
+        call = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
+        self._stream_no += 1
+        self._open, self._seq, self._body, self._ages, self._sent = True, 0, None, {}, (-1, 0)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._read(call, channel))
+        except* (_Left, _Refused) as group:
+            raise _first(group) from None
+        finally:
+            self._open = False
+            call.cancel()
+            await self._note_progress()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await channel.close()
+
+    async def _find_address(self, endpoint: Endpoint) -> None:
+        if self._given_address is not None:
+            return
+        try:
+            self._address = await aside(lambda: local_address(endpoint), within_s=LOOK_UP_S)
+        except TimeoutError:
+            if not self._address:
+                raise OSError(f"looking up {endpoint.host} takes more than {LOOK_UP_S:g} s") from None
+        except OSError:
+            if not self._address:
+                raise
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                self._changed.clear()
+                await call.write(self._message())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._heartbeat_s):
+                        await self._changed.wait()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            return  # the stream is over; the reader knows why
+
+    async def _read(self, call: Any, channel: Any) -> None:
+        try:
+            raw = await self._first(call, channel)
+            while raw is not grpc.aio.EOF:
+                await self._hear(raw)
+                raw = await _within(2 * self._heartbeat_s + SILENT_SLACK_S, call.read())
+        except grpc.aio.AioRpcError as error:
+            raise _end(error) from None
+        raise _Left("it ended the stream")
+
+    async def _first(self, call: Any, channel: Any) -> Any:
+        reading = asyncio.ensure_future(call.read())
+        try:
+            done, _ = await asyncio.wait([reading], timeout=CONNECT_S)
+            if not done and channel.get_state() is not grpc.ChannelConnectivity.READY:
+                raise _Left(f"no connection within {CONNECT_S:g} s")
+            return await _within(FIRST_PLACE_S - CONNECT_S, reading)
+        finally:
+            reading.cancel()
+
+    async def _hear(self, raw: bytes) -> None:
+        message = pb.Place.FromString(raw)
+        self._attended = True
+        if message.heartbeat_ms:
+            faster = message.heartbeat_ms / 1000 < self._heartbeat_s
+            self._heartbeat_s = message.heartbeat_ms / 1000
+            if faster:
+                self._changed.set()  # the writer still waits as long as it was told before
+        if message.retry_max_ms and self._retry_given_s is None:
+            self._retry_max_s = message.retry_max_ms / 1000
+        version, seq = self._sent
+        if message.ack_seq >= seq and version > self._heard:
+            self._heard = version
+            await self._note_progress()
+        place = convert.place(message, time.monotonic())
+        if place is not None:
+            self._on_place(place)
+
+    async def _note_progress(self) -> None:
+        async with self._progress:
+            self._progress.notify_all()
+
+    # -------------------------------------------------------------------------------------------- one message
+
+    def _message(self) -> bytes:
+        self._seq += 1
+        if self._sent[0] != self._version:
+            self._sent = (self._version, self._seq)
+        if self._seq == 1:
+            return self._written(first=True) + _SEQ_KEY + _SEQ.pack(self._seq)
+        if self._body is None or self._body[0] != self._version:
+            self._body = (self._version, self._written(first=False))
+        return self._body[1] + _SEQ_KEY + _SEQ.pack(self._seq)
+
+    def _written(self, *, first: bool) -> bytes:
+        now = time.monotonic()
+        told = self._ages
+        self._ages = {}  # only what is still told is kept
+
+        def age_ms(failure: Failure) -> int:
+            key = (failure.rank, failure.local_rank, failure.ended_at)
+            return self._ages.setdefault(key, told.get(key, max(0, round((now - failure.ended_at) * 1000))))
+
+        state = convert.node_state(self._identity, self._standing, address=self._address, age_ms=age_ms)
+        state.stream_no = self._stream_no
+        if first:
+            state.spec.CopyFrom(self._identity.spec)
+            state.uptime_ms = max(0, round((now - self._began_at) * 1000))
+        return state.SerializeToString(deterministic=True)
+
+
+async def _within(seconds: float, reading: Any) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await reading
+    except TimeoutError:
+        raise _Left(f"silent for {seconds:.1f} s") from None
+
+
+def _end(error: Any) -> _Left | _Refused:
+    text = error.details() or error.code().name
+    if text.startswith("failed to connect to all addresses"):
+        text = text.rpartition(": ")[2]  # after what gRPC tried, what the kernel said
+    if error.code() in FINAL:
+        return _Refused(text)
+    return _Left(text)
+
+
+def _first(group: BaseExceptionGroup[_Left | _Refused]) -> BaseException:
+    """Return one exception of a group; a refusal says more than that the stream is over."""
+    found: list[BaseException] = []
+    rest: list[BaseException] = [group]
+    while rest:
+        error = rest.pop()
+        if isinstance(error, BaseExceptionGroup):
+            rest.extend(error.exceptions)
+        else:
+            found.append(error)
+    return next((error for error in found if isinstance(error, _Refused)), found[0])

@@ -1,0 +1,3 @@
+from rendezvousd.cli import main
+
+main()

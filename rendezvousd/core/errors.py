@@ -1,0 +1,39 @@
+"""Refusals. Each says what the caller may do next; rpc/status.py gives each its gRPC code."""
+
+from __future__ import annotations
+
+
+class Refusal(Exception):
+    """The request was understood and declined. Never raised for a bug."""
+
+
+class NotLeader(Refusal):
+    """Another daemon attends this job. Retry there."""
+
+
+class NoSuchJob(Refusal):
+    """No job of this name, or not the one that was meant. Do not retry."""
+
+
+class NoSuchNode(Refusal):
+    """The job has no such node."""
+
+
+class NotRunning(Refusal):
+    """The job has no running round to which this could apply."""
+
+
+class LimitExceeded(Refusal):
+    """A bound of this daemon, named in the text, is reached."""
+
+
+class BadRequest(Refusal):
+    """A value makes no sense. The text names it and what was expected."""
+
+
+class RoundOver(Refusal):
+    """The round this call speaks of is over."""
+
+
+class StoreLost(Refusal):
+    """What the store held was lost since this generation was handed out."""

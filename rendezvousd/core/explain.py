@@ -1,0 +1,91 @@
+"""Why the job is where it is and what it waits for, in one line, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rendezvousd.core.model import Job, Node, Outcome, Round, Stance
+from rendezvousd.core.rules import ending, growth, seats
+
+# Names spelled out before "and N more".
+NAMES_MAX = 3
+
+
+def explain(job: Job, now: float) -> str:
+    """Return the line. Looks at every node only when the names of some are wanted."""
+    if job.ending is not None:
+        return _ended(job)
+    if job.running is not None:
+        return _running(job, job.running, now)
+    return _gathering(job, now)
+
+
+def _ended(job: Job) -> str:
+    assert job.ending is not None
+    match job.ending.outcome:
+        case Outcome.SUCCEEDED:
+            text = "the job has succeeded"
+        case Outcome.FAILED:
+            text = "the job has failed"
+        case Outcome.CLOSED:
+            text = "the job was closed"
+    cause = job.ending.cause
+    return f"{text}: {cause.text}" if cause is not None else text
+
+
+def _running(job: Job, round_: Round, now: float) -> str:
+    text = f"round {round_.number} runs: {_nodes(len(round_.seats))}, {round_.world_size} ranks"
+    if round_.done:
+        text += f"; {round_.done} of {len(round_.seats)} nodes have finished"
+    if (waiting := job.tally.newcomers_ready) > 0:
+        due_at = growth.growth_due_at(job)
+        if due_at is None:
+            text += f"; {waiting} spare"
+        else:
+            text += f"; {waiting} waiting, let in in {_left(due_at, now)}"
+    return text
+
+
+def _gathering(job: Job, now: float) -> str:
+    spec, tally = job.spec, job.tally
+    why = ""
+    if job.round is not None and job.round.cause is not None:
+        sure = "" if job.round.final else " (still being looked into)"
+        why = f"; round {job.round.number} broke because {job.round.cause.text}{sure}"
+    if tally.busy:
+        busy = _names(n for n in job.nodes.values() if n.stance is Stance.BUSY and not n.overdue)
+        return f"waiting for workers to stop on {busy}{why}"
+    if job.round is not None and not job.round.final:
+        missing = [s.name for s in job.round.seats if s.uid not in job.round.ends]
+        return f"waiting to hear how {_list(missing)} ended{why}"
+    if (due_at := ending.too_few_due_at(job)) is not None:
+        more = spec.min_nodes - tally.usable
+        wanted = f"{tally.usable} of {spec.min_nodes} {'nodes' if spec.min_nodes > 1 else 'node'}"
+        return f"{wanted}; waiting for {more} more, {_left(due_at, now)} left{why}"
+    cooling = [n for n in job.nodes.values() if n.cooling_until_at is not None] if tally.usable else []
+    if cooling and seats.ready(job) < spec.min_nodes:
+        return f"{_names(cooling)} could not reach the bootstrap store and sits out for a moment{why}"
+    if tally.members_ready < tally.members or seats.ready(job) < spec.min_nodes:
+        slow = _names(n for n in job.nodes.values() if n.usable and n.stance is Stance.UNREADY)
+        return f"waiting for {slow} to be ready{why}"
+    due_at = seats.seal_due_at(job)
+    left = f", starting in {_left(due_at, now)} unless more arrive" if due_at is not None else ""
+    return f"{seats.ready(job)} of up to {_nodes(spec.max_nodes)} ready{left}{why}"
+
+
+def _left(due_at: float, now: float) -> str:
+    return f"{max(0.0, due_at - now):.0f} s"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count != 1 else ''}"
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return _list([n.name for n in nodes])
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMES_MAX]) or "nobody"
+    more = len(names) - NAMES_MAX
+    return f"{shown} and {more} more" if more > 0 else shown

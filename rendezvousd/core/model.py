@@ -1,0 +1,327 @@
+"""What a job is: its nodes, its last sealed round, and what is known of their ends.
+
+Everything here is a value. Instants (`..._at`) are seconds of the daemon's own clock; they mean nothing elsewhere and
+are never stored. Durations end in `_s`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+from immutables import Map
+
+from rendezvousd.core.settings import Timing
+
+NodeUid = NewType("NodeUid", str)
+RoundUid = NewType("RoundUid", str)
+JobUid = NewType("JobUid", str)
+
+NO_ROUND = RoundUid("")
+
+
+class Grow(enum.Enum):
+    QUIET = "quiet"  # nodes that wait while a round runs are let in after a quiet time
+    NOW = "now"
+    NEVER = "never"
+
+
+class OnDaemonLoss(enum.Enum):
+    CONTINUE = "continue"
+    STOP = "stop"
+
+
+class Phase(enum.Enum):
+    """What a node says of the processes of one round."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What all nodes of a job must agree on."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int = 0
+    on_daemon_loss: OnDaemonLoss = OnDaemonLoss.CONTINUE
+    grow: Grow = Grow.QUIET
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """What may differ from node to node."""
+
+    slots: int = 1
+    role: str = ""
+    node_rank: int | None = None
+    topology: str = ""
+    stop_grace_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one worker process ended that should not have."""
+
+    rank: int
+    local_rank: int = 0
+    exit_code: int = 1
+    signal: int = 0
+    text: str = ""
+    age_s: float = 0.0  # from its end to the first telling
+    victim_hint: bool = False
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The one round that a node's processes belong, or belonged, to."""
+
+    round_uid: RoundUid
+    round: int
+    phase: Phase
+    alive: int = 0
+    failures: tuple[Failure, ...] = ()
+    master_unreachable: bool = False
+    store_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A node's word: no process of `after` or any earlier round lives here, and this store is fresh."""
+
+    offer_id: str
+    after: RoundUid
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The greatest facts ever told to, or heard from, a node."""
+
+    job_uid: JobUid = JobUid("")
+    round: int = 0
+    round_uid: RoundUid = NO_ROUND
+    group_size: int = 0
+    restarts_used: int = 0
+    charged_round: int = 0
+    charged_round_uid: RoundUid = NO_ROUND
+
+
+class Stance(enum.Enum):
+    """Where a node stands towards the next thing its job does. Derived from what it said (see tally.stance)."""
+
+    RUNNING = "running"  # a member of the running round; its processes may live
+    BUSY = "busy"  # processes live that must not
+    UNREADY = "unready"  # nothing lives; no valid offer yet
+    READY = "ready"  # a valid offer stands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A node goes for good: by its own word, or because somebody removed it."""
+
+    by: str
+    reason: str
+    exit_code: int = 0
+    removed: bool = False
+    order: int = 0  # of its being remembered; the oldest are forgotten first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One attached launcher process."""
+
+    uid: NodeUid
+    name: str
+    arrival: int  # the how-manieth newcomer of this job it is
+    spec: NodeSpec
+    held: Held | None = None
+    offer: Offer | None = None
+    leaving: Departure | None = None
+    outcome_seen: bool = False
+    cooling_until_at: float | None = None
+    unreachables: int = 0  # how often in a row it could not reach the bootstrap store
+    # derived by tally.place_node:
+    stance: Stance = Stance.UNREADY
+    member: bool = False  # holds a seat of the last round
+    due_at: float | None = None  # when this stance must have been left
+    overdue: bool = False  # it was not: nobody waits for this node any more
+
+    @property
+    def alive(self) -> int:
+        """Processes it last said were alive."""
+        return self.held.alive if self.held is not None else 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may yet become part of the next round."""
+        return self.leaving is None and not self.overdue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One node's place in a round, dealt once."""
+
+    uid: NodeUid
+    name: str
+    group_rank: int
+    slots: int
+    first_rank: int
+    role: str
+    role_first_rank: int
+    role_world_size: int
+    address: str
+    port: int
+    offer_id: str
+
+
+class CauseKind(enum.Enum):
+    WORKER_FAILED = "worker failed"  # the only kind that uses a restart
+    NODE_LOST = "node lost"
+    NODE_LEFT = "node left"
+    NODE_REMOVED = "node removed"
+    GROWTH = "growth"
+    OPERATOR = "operator"
+    NETWORK = "network"
+    STORE_LOST = "store lost"
+    JOIN_TIMEOUT = "join timeout"
+    SHORT_ROUNDS = "short rounds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One thing that breaks a round or ends a job."""
+
+    kind: CauseKind
+    at: float  # when it happened, as well as the daemon can tell
+    text: str  # one line for people
+    uid: NodeUid = NodeUid("")
+    name: str = ""
+    failure: Failure | None = None
+
+
+class End(enum.Enum):
+    """How a member's part in a round ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+    LEFT = "left"
+    OVERRUN = "overrun"  # never told; given up after its grace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One formed world: a sealed roster with ranks, and what is known of its end."""
+
+    uid: RoundUid
+    number: int
+    seats: tuple[Seat, ...]  # by group rank
+    index: Map[NodeUid, int]  # uid -> group rank
+    world_size: int
+    restart_count: int
+    sealed_at: float
+    admitted: bool  # somebody sits here who did not in the round before
+    forfeits: Map[NodeUid, End] = Map()  # seats given up, for this round and the next
+    ends: Map[NodeUid, End] = Map()
+    evidence: tuple[Cause, ...] = ()  # why it broke, most likely first; bounded
+    unreachable: frozenset[NodeUid] = frozenset()  # members that could not reach the bootstrap store
+    broken_at: float | None = None
+    final: bool = False  # every member's end is known, and the cause is fixed
+    done: int = 0  # members that succeeded before it broke
+
+    @property
+    def master(self) -> Seat:
+        return self.seats[0]
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it broke, as far as is known; None while it runs."""
+        return self.evidence[0] if self.evidence else None
+
+
+class Outcome(enum.Enum):
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a job ended."""
+
+    outcome: Outcome
+    at: float
+    exit_code: int
+    cause: Cause | None = None
+    may_exit: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Counts over the attached nodes, kept by tally.place_node so that settling looks at none of them."""
+
+    members: int = 0  # hold a seat, and may use it
+    members_ready: int = 0
+    newcomers_ready: int = 0  # hold none, and could take one
+    usable: int = 0  # may become part of the next round
+    unready: int = 0  # usable, nothing alive, no valid offer yet
+    busy: int = 0  # have processes that must go, and are waited for
+    seen: int = 0  # have read the outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """What restrains growth, and gives up a job that goes nowhere."""
+
+    required_s: float = 0.0  # a round runs so long before it is broken for growth
+    short_rounds: int = 0  # in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training run. A value: every change makes a new one."""
+
+    run_id: str
+    uid: JobUid
+    seed: str  # random, of this daemon's term; round uids are derived from it
+    spec: JobSpec
+    began_at: float
+    submission: str = ""  # token of the submission it began with; empty: none
+    nodes: Map[NodeUid, Node] = Map()
+    arrivals: int = 0
+    gone: Map[NodeUid, Departure] = Map()
+    departures: int = 0
+    round: Round | None = None  # the last one sealed here
+    known: Known = Known()
+    calm: Calm = Calm()
+    ending: Ending | None = None
+    tally: Tally = Tally()
+    # when what began; None: it is not so
+    last_arrival_at: float = 0.0  # of a newcomer
+    enough_at: float | None = None  # min nodes are ready, for a round that must settle
+    short_at: float | None = None  # fewer than min nodes are usable
+    waiting_at: float | None = None  # somebody ready waits while a round runs
+    scan_at: float | None = None  # the earliest `due_at` or cool-down of any node, or sooner
+
+    @property
+    def running(self) -> Round | None:
+        """The round whose workers may live, if there is one."""
+        if self.ending is None and self.round is not None and self.round.broken_at is None:
+            return self.round
+        return None
+
+    @property
+    def gathering(self) -> bool:
+        return self.ending is None and self.running is None

@@ -1,0 +1,79 @@
+"""What a node is told: its place, derived from the job alone, so that any daemon that has the job says the same."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rendezvousd.core.model import NO_ROUND, Departure, Ending, Grow, Job, Node, NodeUid, Round, RoundUid, Seat
+from rendezvousd.core.rules import ending, growth, seats
+
+
+class Wait(enum.Enum):
+    GATHERING = "gathering"
+    SPARE = "spare"
+    GROWING = "growing"
+    COOLDOWN = "cooldown"
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    round: Round
+    seat: Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    reason: Wait
+    left_s: float | None  # until something is decided anyway
+
+
+Place: TypeAlias = Assigned | Waiting | Ending | Departure
+
+
+def valid_round_uid(job: Job) -> RoundUid:
+    """Return the only round whose workers may live; empty: none."""
+    return job.running.uid if job.running is not None else NO_ROUND
+
+
+def place(job: Job, uid: NodeUid, now: float) -> Place:
+    """Return where the node stands. One that is not known waits like a newcomer."""
+    if (departure := job.gone.get(uid)) is not None:
+        return departure
+    if job.ending is not None:
+        return job.ending
+    node = job.nodes.get(uid)
+    if node is not None and node.leaving is not None:
+        return node.leaving
+    round_ = job.running
+    if round_ is not None and uid in round_.index and uid not in round_.forfeits:
+        return Assigned(round_, round_.seats[round_.index[uid]])
+    return _waiting(job, node, now)
+
+
+def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
+    if node is not None and node.cooling_until_at is not None:
+        return Waiting(Wait.COOLDOWN, node.cooling_until_at - now)
+    if job.running is None:
+        due_at = ending.too_few_due_at(job) or seats.seal_due_at(job)
+        return Waiting(Wait.GATHERING, None if due_at is None else due_at - now)
+    if job.spec.grow is Grow.NEVER or not growth.room(job):
+        return Waiting(Wait.SPARE, None)
+    due_at = growth.growth_due_at(job)
+    return Waiting(Wait.GROWING, None if due_at is None else due_at - now)
+
+
+def urgent(job: Job) -> object:
+    """Return a value that differs whenever all nodes must be told at once.
+
+    What is not in it (a countdown, the explanation) rides on the next answer to a heartbeat.
+    """
+    round_ = job.round
+    return (
+        job.uid,
+        valid_round_uid(job),
+        job.known,
+        round_ is not None and round_.final,
+        job.ending,
+    )

@@ -1,0 +1,131 @@
+"""Who belongs to a job, and to which one of the same name (Admit, Key, Instance)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+
+from rendezvousd.core.events import NodeHeard
+from rendezvousd.core.model import Departure, Job, JobSpec, JobUid, Known, Node, NodeUid
+from rendezvousd.core.settings import Limits
+from rendezvousd.core.tally import drop_node, place_node, restance
+
+DAEMON = "rendezvousd"
+USAGE = 2  # exit code of a launcher that was called wrongly
+
+
+class Instance(enum.Enum):
+    """Which job a node means by a run id."""
+
+    THIS = "this"  # the job that is there
+    NEW = "new"  # a new submission: the job that is there gives way
+    SUPERSEDED = "superseded"  # an earlier one that has given way
+
+
+def instance(job: Job | None, event: NodeHeard, now: float) -> Instance:
+    """Return which job the speaker belongs to.
+
+    An ended job's outcome is for nodes that were in it, nodes of the same submission, and launchers older than its end;
+    a job with nobody alive gives way to a fresh submission.
+    """
+    if job is None:
+        return Instance.NEW
+    if event.uid in job.nodes or event.uid in job.gone or event.known.job_uid == job.uid:
+        return Instance.THIS
+    if event.known.job_uid and (job.known.round > 0 or event.known.round == 0):
+        return Instance.SUPERSEDED
+    same_submission = bool(event.submission) and event.submission == job.submission
+    if job.ending is not None:
+        older = event.uptime_s >= now - job.ending.at
+        return Instance.THIS if same_submission or older else Instance.NEW
+    if job.nodes or same_submission:
+        return Instance.THIS
+    return Instance.NEW
+
+
+def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
+    """Return a new job for its first node, which still is to be admitted.
+
+    Numbers go on from the greatest that this node ever heard; its own word for the job's identity is taken, so that the
+    nodes of a job whose daemon lost its memory find each other again.
+    """
+    known = event.known if event.known.job_uid else Known(job_uid=uid)
+    return Job(
+        run_id=run_id,
+        uid=known.job_uid,
+        seed=seed,
+        spec=event.job_spec,
+        began_at=now,
+        known=known,
+        submission=event.submission,
+    )
+
+
+def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
+    """Return a new job that takes over the run id of `old`; round numbers go on."""
+    job = found(old.run_id, event, uid=uid, seed=seed, now=now)
+    return replace(job, known=replace(job.known, round=max(job.known.round, old.known.round)))
+
+
+def admit(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
+    """Return the job with the speaker attached, or remembered as refused. Its state is still to be heard."""
+    difference = disagreement(job.spec, event.job_spec)
+    if difference:
+        return bar(job, event.uid, Departure(by=DAEMON, reason=f"refused: {difference}", exit_code=USAGE), limits)
+    if len(job.nodes) >= limits.nodes_per_job:
+        reason = f"refused: job {job.run_id!r} has {len(job.nodes)} nodes, the most this daemon attends"
+        return bar(job, event.uid, Departure(by=DAEMON, reason=reason, exit_code=1), limits)
+    node = Node(uid=event.uid, name=event.name, arrival=job.arrivals, spec=event.spec)
+    return place_node(replace(job, arrivals=job.arrivals + 1, last_arrival_at=now), node, now)
+
+
+def bar(job: Job, uid: NodeUid, departure: Departure, limits: Limits) -> Job:
+    """Return the job in which this node is no longer attached and never will be again. The oldest are forgotten."""
+    gone = job.gone.set(uid, replace(departure, order=job.departures))
+    if len(gone) > limits.tombstones:
+        gone = gone.delete(min(gone, key=lambda u: gone[u].order))
+    return replace(drop_node(job, uid), gone=gone, departures=job.departures + 1)
+
+
+def disagreement(job: JobSpec, node: JobSpec) -> str:
+    """Return how a node's wishes differ from the job's, for people; empty if they do not."""
+    parts = []
+    if (job.min_nodes, job.max_nodes) != (node.min_nodes, node.max_nodes):
+        parts.append(
+            f"--nnodes is {job.min_nodes}:{job.max_nodes} in this job, but this node says "
+            f"{node.min_nodes}:{node.max_nodes}"
+        )
+    for name, ours, theirs in (
+        ("--max-restarts", job.max_restarts, node.max_restarts),
+        ("--on-daemon-loss", job.on_daemon_loss.value, node.on_daemon_loss.value),
+        ("grow", job.grow.value, node.grow.value),
+    ):
+        if ours != theirs:
+            parts.append(f"{name} is {ours} in this job, but this node says {theirs}")
+    if job.timing != node.timing:
+        names = [n for n in job.timing.__dataclass_fields__ if getattr(job.timing, n) != getattr(node.timing, n)]
+        for name in names:
+            ours, theirs = getattr(job.timing, name), getattr(node.timing, name)
+            parts.append(f"{name} is {ours:g} in this job, but this node says {theirs:g}")
+    return "; ".join(parts)
+
+
+def learn(job: Job, known: Known, now: float) -> Job:
+    """Return the job knowing what this node was once told: numbers never go back, restarts are never forgotten."""
+    mine = job.known
+    if known.round > 0 and mine.round == 0 and job.round is None and known.job_uid != job.uid:
+        # nothing was ever formed here under this name, elsewhere something was: it is that job
+        return restance(replace(job, uid=known.job_uid, known=known), now)
+    if known.job_uid != mine.job_uid or (
+        known.round <= mine.round
+        and known.restarts_used <= mine.restarts_used
+        and known.charged_round <= mine.charged_round
+    ):
+        return job
+    if known.round > mine.round:
+        mine = replace(mine, round=known.round, round_uid=known.round_uid, group_size=known.group_size)
+    if known.restarts_used > mine.restarts_used:
+        mine = replace(mine, restarts_used=known.restarts_used)
+    if known.charged_round > mine.charged_round:
+        mine = replace(mine, charged_round=known.charged_round, charged_round_uid=known.charged_round_uid)
+    return restance(replace(job, known=mine), now)

@@ -1,0 +1,144 @@
+"""Break, blame and budget (Verdict, Charge, Done is kept).
+
+A round breaks on the first evidence. Its cause stays provisional until every member's end is known; then it is fixed
+once and charged once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round
+from rendezvousd.core.rules.growth import calm_after
+from rendezvousd.core.tally import drop_node, place_node, restance
+
+# The likeliest causes kept of one round. More cannot change the verdict; 10,000 nodes may all complain at once.
+EVIDENCE_MAX = 32
+
+
+def blame(job: Job, cause: Cause, now: float) -> Job:
+    """Return the job with `cause` known of its last round, which breaks by it if it was running."""
+    round_ = job.round
+    if job.ending is not None or round_ is None or round_.final:
+        return job
+    evidence = tuple(sorted((*round_.evidence, cause), key=_order)[:EVIDENCE_MAX])
+    if round_.broken_at is not None:
+        return replace(job, round=replace(round_, evidence=evidence))
+    round_ = replace(round_, evidence=evidence, broken_at=now)
+    job = replace(job, round=round_, short_at=None, enough_at=None, waiting_at=None)
+    job = replace(job, calm=calm_after(job, round_, now))
+    return restance(job, now)
+
+
+def end_part(job: Job, uid: NodeUid, end: End) -> Job:
+    """Return the job knowing how this member's part in the last round ended. The first word stands."""
+    round_ = job.round
+    if round_ is None or uid not in round_.index or uid in round_.ends:
+        return job
+    done = round_.done + (end is End.SUCCEEDED and round_.broken_at is None)
+    return replace(job, round=replace(round_, ends=round_.ends.set(uid, end), done=done))
+
+
+def forfeit(job: Job, uid: NodeUid, end: End) -> Job:
+    """Return the job in which this member has given up its seat for good. Its node, if attached, needs a new stance."""
+    round_ = job.round
+    if round_ is None or uid not in round_.index or uid in round_.forfeits:
+        return job
+    return replace(job, round=replace(round_, forfeits=round_.forfeits.set(uid, end)))
+
+
+def done(job: Job, uid: NodeUid) -> bool:
+    """Return whether the member's success in the last round is kept: it came before anything broke it."""
+    return job.round is not None and job.round.ends.get(uid) is End.SUCCEEDED
+
+
+def vanish(job: Job, uid: NodeUid, end: End, cause: Cause, now: float) -> Job:
+    """Return the job without the node, whose part in the last round ended so; what it breaks is blamed on `cause`."""
+    member = job.round is not None and uid in job.round.index and uid not in job.round.forfeits
+    kept = done(job, uid)
+    job = drop_node(job, uid)
+    if not member:
+        return end_part(job, uid, end)
+    job = end_part(forfeit(job, uid, end), uid, end)
+    return job if kept else blame(job, cause, now)
+
+
+def fix_verdict(job: Job, now: float) -> Job:
+    """Return the job with the cause of its broken round fixed and charged, if every member's end is known."""
+    round_ = job.round
+    if job.ending is not None or round_ is None or round_.broken_at is None or round_.final:
+        return job
+    if len(round_.ends) < len(round_.seats):
+        return job
+    assert round_.cause is not None
+    job = replace(job, round=replace(round_, final=True))
+    if round_.cause.kind is CauseKind.WORKER_FAILED:
+        return _charge(job, round_, round_.cause, now)
+    if round_.unreachable:
+        return _cool_down(job, round_, now)
+    return job
+
+
+def give_up_overdue(job: Job, now: float) -> Job:
+    """Return the job with every wait that has run out given up. Looks at every node, but only when one is due."""
+    if job.scan_at is None or now < job.scan_at:
+        return job
+    for node in list(job.nodes.values()):
+        if node.cooling_until_at is not None and now >= node.cooling_until_at:
+            job = place_node(job, replace(node, cooling_until_at=None), now)
+            node = job.nodes[node.uid]
+        if node.due_at is not None and now >= node.due_at and not node.overdue and job.ending is None:
+            job = _give_up(job, node, now)
+    job = replace(job, scan_at=None)
+    instants = [t for n in job.nodes.values() for t in (None if n.overdue else n.due_at, n.cooling_until_at) if t]
+    return replace(job, scan_at=min(instants, default=None))
+
+
+def _give_up(job: Job, node: Node, now: float) -> Job:
+    if job.running is None:
+        job = end_part(forfeit(job, node.uid, End.OVERRUN), node.uid, End.OVERRUN)
+    return place_node(job, replace(node, overdue=True, member=False), now)
+
+
+def _order(cause: Cause) -> tuple[bool, float]:
+    """Losses count from when the node fell silent, failures from when they happened; victims of others come last."""
+    return (cause.failure is not None and cause.failure.victim_hint, cause.at)
+
+
+def _charge(job: Job, round_: Round, cause: Cause, now: float) -> Job:
+    """Use one restart, or end the job when none is left. A round is charged at most once."""
+    known = job.known
+    if known.charged_round_uid == round_.uid:
+        return job
+    if known.restarts_used >= job.spec.max_restarts:
+        return end_failed(job, cause, now)
+    known = replace(
+        known, restarts_used=known.restarts_used + 1, charged_round=round_.number, charged_round_uid=round_.uid
+    )
+    return replace(job, known=known)
+
+
+def end_failed(job: Job, cause: Cause, now: float) -> Job:
+    """Return the job ended as failed, with the exit code of its root cause (128 + n for a signal), else 1."""
+    code = 1
+    if cause.failure is not None:
+        code = 128 + cause.failure.signal if cause.failure.signal else cause.failure.exit_code or 1
+    ending = Ending(outcome=Outcome.FAILED, at=now, exit_code=min(code, 255), cause=cause)
+    return restance(replace(job, ending=ending), now)
+
+
+def _cool_down(job: Job, round_: Round, now: float) -> Job:
+    """Let those that could not reach the bootstrap store sit out; if that is most members, its host instead."""
+    culprits = round_.unreachable
+    if len(culprits) > 1 and 2 * len(culprits) > len(round_.seats) - 1:
+        culprits = frozenset({round_.master.uid})
+    timing = job.spec.timing
+    for uid in culprits:
+        node = job.nodes.get(uid)
+        if node is None:
+            continue
+        pause_s = min(timing.cooldown_s * 2**node.unreachables, timing.cooldown_max_s)
+        job = forfeit(job, uid, End.STOPPED)
+        node = replace(node, cooling_until_at=now + pause_s, unreachables=node.unreachables + 1)
+        job = place_node(job, node, now)
+    return job

@@ -1,0 +1,34 @@
+"""Ends of processes in words."""
+
+from __future__ import annotations
+
+from rendezvousd.core.model import Failure
+
+# Linux numbers, as in signal(7); the core cannot ask the operating system, and nodes may run on another one.
+NAMES = {
+    1: "SIGHUP",
+    2: "SIGINT",
+    3: "SIGQUIT",
+    4: "SIGILL",
+    6: "SIGABRT",
+    7: "SIGBUS",
+    8: "SIGFPE",
+    9: "SIGKILL",
+    10: "SIGUSR1",
+    11: "SIGSEGV",
+    12: "SIGUSR2",
+    13: "SIGPIPE",
+    14: "SIGALRM",
+    15: "SIGTERM",
+    24: "SIGXCPU",
+    25: "SIGXFSZ",
+    31: "SIGSYS",
+}
+
+
+def describe_end(failure: Failure) -> str:
+    """Return how a worker ended, as the end of a sentence about it: "failed with exit code 3"."""
+    if not failure.signal:
+        return f"failed with exit code {failure.exit_code}"
+    name = NAMES.get(failure.signal)
+    return f"died of signal {failure.signal}" + (f" ({name})" if name else "")

@@ -1,0 +1,323 @@
+"""The one mutable room: what nodes say comes in, is folded into their jobs, made durable, and only then told.
+
+    inbox -> fold(step) -> backend.write -> swap room.job -> tell
+
+Nothing is visible before it is durable, so what a node was told can never be taken back by a failover. Heartbeats do
+not come this way: they touch the attendance table, and only a lease that runs out becomes an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
+from rendezvousd.backends.base import Backend
+from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StoreLost
+from rendezvousd.core.events import Event, NodeHeard, NodeLost, TimePassed
+from rendezvousd.core.explain import explain
+from rendezvousd.core.liveness import Pace, pace
+from rendezvousd.core.machine import step, wakes_at
+from rendezvousd.core.model import Job, JobUid
+from rendezvousd.core.place import urgent
+from rendezvousd.core.rules.admit import Instance, found, instance, superseding
+from rendezvousd.core.rules.ending import forgettable_at
+from rendezvousd.core.settings import Limits, Timing
+
+log = logging.getLogger(__name__)
+
+# How long letters are gathered before a fold: one fold and one answer serve all nodes that speak within it.
+WINDOW_S = 0.003
+# Letters folded without letting the readers of streams run: a burst of 10,000 is cut into pieces of some milliseconds.
+FOLD_MAX = 512
+# Uids of dropped jobs that are remembered, so that a launcher which slept through the end does not start it anew.
+FINISHED_MAX = 4096
+
+
+class Namespaces(Protocol):
+    """The store's contents, which end with what they belong to."""
+
+    def round_over(self, round_uid: str) -> None: ...
+
+    def job_gone(self, job_uid: str) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """One job as everybody may see it: durable."""
+
+    job: Job
+    stored: int  # revision of its record
+    revision: int  # of what its nodes must obey
+    wakes_at: float | None = None
+    watchers: set[asyncio.Event] = field(default_factory=set)
+    said: str = ""  # the last explanation logged, without its numbers
+
+
+@dataclass(slots=True)
+class Letter:
+    event: Event
+    stream: Stream | None = None
+    done: asyncio.Future[None] | None = None
+
+
+class Engine:
+    """Owns all jobs. `run` is its whole life; everything else may be called from any task of its loop."""
+
+    def __init__(self, backend: Backend, timing: Timing, limits: Limits) -> None:
+        self.clock = Clock(asyncio.get_running_loop().time)
+        self.term = secrets.token_hex(8)
+        self.daemon_id = self.term  # on memory, a term of service is a daemon
+        self.limits = limits
+        self.timing = timing
+        self.table = Table(timing)
+        self.rooms: dict[str, Room] = {}
+        self._backend = backend
+        self._namespaces: list[Namespaces] = []
+        self._inbox: dict[str, list[Letter]] = {}
+        self._letters = asyncio.Event()
+        self._serving: set[str] = set()  # jobs with a fold or a write under way; what comes in for them waits
+        self._revision = 0
+        self._finished: OrderedDict[JobUid, str] = OrderedDict()
+
+    # ------------------------------------------------------------------------------------------ what streams call
+
+    def heard(self, run_id: str, event: NodeHeard, stream: Stream, seen: tuple[str, int]) -> Attendance | None:
+        """Take in what a node says anew. Its place is told once that is durable. None: a newer stream speaks for it."""
+        row = self.table.attend(run_id, event.uid, stream, self.clock.now(), self.pace(run_id))
+        if row is None:
+            return None
+        if seen[0] == self.term:
+            row.echo(seen[1], self.clock.now())
+        self._post(run_id, Letter(event, stream))
+        return row
+
+    def heartbeat(self, row: Attendance, stream: Stream) -> bool:
+        """Take in that a node is alive. False: it is not attended any more on this stream, so it must say all again."""
+        current = self.table.get(row.run_id, row.uid)
+        if current is not row or row.stream is not stream:
+            return False
+        row.heard_at = row.spoke_at = self.clock.now()
+        return True
+
+    def stream_ended(self, row: Attendance, stream: Stream) -> None:
+        """Take in that a node's stream broke, which may or may not be the end of it."""
+        self.table.stream_ended(row, stream, self.clock.now())
+
+    # ---------------------------------------------------------------------------------------- what anybody may ask
+
+    def pace(self, run_id: str) -> Pace:
+        """Return how often nodes of this job speak, as it stands."""
+        room = self.rooms.get(run_id)
+        return pace(self.timing if room is None else room.job.spec.timing, len(self.table))
+
+    def room(self, run_id: str) -> Room:
+        """Return a job's room. Raises NoSuchJob."""
+        room = self.rooms.get(run_id)
+        if room is None:
+            raise NoSuchJob(f"there is no job {run_id!r}; it never began, or ended some time ago")
+        return room
+
+    async def tell(self, run_id: str, event: Event) -> None:
+        """Return once the event is part of the job, durably. Raises NoSuchJob."""
+        self.room(run_id)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._post(run_id, Letter(event, done=done))
+        await done
+
+    def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
+        """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver or StoreLost."""
+        room = self.room(run_id)
+        if job_uid != room.job.uid:
+            raise NoSuchJob(f"job {run_id!r} was submitted anew; the one you belong to is over")
+        if generation and generation != self.term:
+            raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
+        if round_uid and (room.job.running is None or room.job.running.uid != round_uid):
+            raise RoundOver(f"the round you belong to is over: {explain(room.job, self.clock.now())}")
+
+    def add_namespaces(self, namespaces: Namespaces) -> None:
+        """Tell this keeper of contents when rounds and jobs end."""
+        self._namespaces.append(namespaces)
+
+    # ---------------------------------------------------------------------------------------------------- its life
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises NotLeader when another daemon has taken over."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._fold_for_ever())
+            group.create_task(self._tick_for_ever())
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self.clock.tick()
+            for row in self.table.expire(now):
+                row.stream.forget()
+                silent_s = now - row.spoke_at
+                self._post(row.run_id, Letter(NodeLost(uid=row.uid, silent_s=silent_s, why=row.why(now))))
+            for run_id, room in self.rooms.items():
+                if room.wakes_at is not None and now >= room.wakes_at:
+                    room.wakes_at = None  # asked for again by the fold
+                    self._post(run_id, Letter(TimePassed()))
+
+    async def _fold_for_ever(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._letters.wait()
+                await asyncio.sleep(WINDOW_S)
+                self._letters.clear()
+                for run_id in [r for r in self._inbox if r not in self._serving]:
+                    self._serving.add(run_id)
+                    group.create_task(self._serve(run_id, self._inbox.pop(run_id)))
+
+    def _post(self, run_id: str, letter: Letter) -> None:
+        self._inbox.setdefault(run_id, []).append(letter)
+        self._letters.set()
+
+    async def _serve(self, run_id: str, letters: list[Letter]) -> None:
+        """Fold, commit, tell: for one job, in pieces."""
+        for start in range(0, len(letters), FOLD_MAX):
+            piece = letters[start : start + FOLD_MAX]
+            job = self._fold(run_id, piece)
+            if job is not None:
+                await self._commit(job, piece)
+            for letter in piece:
+                if letter.done is not None and not letter.done.done():  # the caller may have hung up
+                    letter.done.set_result(None)
+            await asyncio.sleep(0)
+        self._serving.discard(run_id)
+        if run_id in self._inbox:
+            self._letters.set()
+
+    def _fold(self, run_id: str, letters: list[Letter]) -> Job | None:
+        room = self.rooms.get(run_id)
+        job = None if room is None else room.job
+        now = self.clock.now()
+        for letter in letters:
+            event = letter.event
+            try:
+                if isinstance(event, NodeHeard):
+                    job = self._which_job(run_id, job, event, now)
+                if job is not None:
+                    job = step(job, event, now, self.limits)
+            except (LimitExceeded, NoSuchJob) as refusal:
+                assert isinstance(event, NodeHeard)
+                self._refuse(run_id, event, letter.stream, str(refusal))
+            except Exception:  # a bug met by one job must not take the others down; a job is a value
+                log.exception("bug: %s left out", type(event).__name__, extra={"run_id": run_id})
+        return job
+
+    def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job:
+        """Return the job the speaker belongs to, which may be a new one. Raises LimitExceeded, NoSuchJob."""
+        if (why := self._finished.get(event.known.job_uid)) is not None:
+            raise NoSuchJob(why)
+        match instance(job, event, now):
+            case Instance.THIS:
+                assert job is not None
+                return job
+            case Instance.SUPERSEDED:
+                raise NoSuchJob(f"job {run_id!r} was submitted anew; the one this node belongs to is over")
+            case Instance.NEW:
+                seed, uid = secrets.token_hex(16), JobUid(secrets.token_hex(8))
+                if job is not None:
+                    self._make_way(job)
+                    return superseding(job, event, uid=uid, seed=seed, now=now)
+                if len(self.rooms) >= self.limits.jobs:
+                    raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
+                return found(run_id, event, uid=uid, seed=seed, now=now)
+
+    def _make_way(self, job: Job) -> None:
+        """Let the nodes of a job go whose name is taken by a new submission."""
+        room = self.rooms.get(job.run_id)
+        if room is None or room.job.uid != job.uid:
+            return
+        log.info("superseded by a new submission", extra={"run_id": job.run_id})
+        if job.ending is not None and not job.ending.may_exit:
+            room.job = replace(job, ending=replace(job.ending, may_exit=True))
+            self._tell_all(room)
+        self._forget(room, f"job {job.run_id!r} was submitted anew; the one this node belongs to is over")
+
+    def _refuse(self, run_id: str, event: NodeHeard, stream: Stream | None, text: str) -> None:
+        self.table.drop(run_id, event.uid)
+        if stream is not None:
+            stream.refuse(text)
+
+    async def _commit(self, job: Job, letters: list[Letter]) -> None:
+        room = self.rooms.get(job.run_id)
+        now = self.clock.now()
+        if (due_at := forgettable_at(job)) is not None and now >= due_at:
+            await self._drop(job)
+            return
+        if room is not None and job is room.job:
+            self._answer(job.run_id, letters)
+            room.wakes_at = wakes_at(job)
+            return
+        before = None if room is None else room.job
+        stored = await self._backend.write(job, expected=0 if room is None else room.stored)
+        if room is None:
+            room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision)
+        room.job, room.stored, room.wakes_at = job, stored, wakes_at(job)
+        self._end_namespaces(before, job)
+        self._log(room)
+        if before is None or urgent(before) != urgent(job):
+            self._tell_all(room)
+        self._answer(job.run_id, letters)
+        for watcher in room.watchers:
+            watcher.set()
+
+    def _tell_all(self, room: Room) -> None:
+        """Tell every attached node its place: it has changed."""
+        self._revision += 1
+        room.revision = self._revision
+        now = self.clock.now()
+        for row in self.table.of(room.job.run_id, iter(room.job.nodes)):
+            row.tell(room.revision, now)
+            row.stream.notify()
+
+    def _answer(self, run_id: str, letters: list[Letter]) -> None:
+        """Tell the nodes that spoke, or were spoken of."""
+        for letter in letters:
+            if letter.stream is not None:
+                letter.stream.notify()
+            elif (uid := getattr(letter.event, "uid", None)) is not None:
+                row = self.table.get(run_id, uid)
+                if row is not None:
+                    row.stream.notify()
+
+    def _end_namespaces(self, before: Job | None, job: Job) -> None:
+        if before is None:
+            return
+        if before.running is not None and (job.running is None or job.running.uid != before.running.uid):
+            for namespaces in self._namespaces:
+                namespaces.round_over(before.running.uid)
+
+    async def _drop(self, job: Job) -> None:
+        room = self.rooms.pop(job.run_id)
+        await self._backend.delete(job.run_id, expected=room.stored)
+        self._forget(room, f"job {job.run_id!r} has ended, some time ago")
+
+    def _forget(self, room: Room, why: str) -> None:
+        job = room.job
+        self._finished[job.uid] = why
+        while len(self._finished) > FINISHED_MAX:
+            self._finished.popitem(last=False)
+        for row in self.table.of(job.run_id, iter(job.nodes)):
+            self.table.drop(row.run_id, row.uid)
+            row.stream.forget()
+        for namespaces in self._namespaces:
+            namespaces.job_gone(job.uid)
+        for watcher in room.watchers:
+            watcher.set()
+
+    def _log(self, room: Room) -> None:
+        """Log the explanation when it says something new; a countdown is nothing new."""
+        text = explain(room.job, self.clock.now())
+        said = "".join(c for c in text if not c.isdigit())
+        if said != room.said:
+            room.said = said
+            number = room.job.known.round
+            log.info("%s", text, extra={"run_id": room.job.run_id, "round": number})

@@ -1,0 +1,91 @@
+"""What operators and tools ask of the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from rendezvousd.core.errors import BadRequest, LimitExceeded, NoSuchNode, NotRunning
+from rendezvousd.core.events import CloseAsked, NodeRemoved, RestartAsked
+from rendezvousd.core.model import Job, NodeUid
+from rendezvousd.engine import Engine
+from rendezvousd.rpc.status import refusals
+from rendezvousd.rpc.views import job_view
+from rendezvousd.v1 import rendezvous_pb2 as pb
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+# Who is watching one job at a time; each costs a view of all its nodes for every change.
+WATCHERS_MAX = 64
+# Changes within this time are one view.
+WATCH_WINDOW_S = 0.1
+
+
+class Admin:
+    """The unary calls of the Rendezvous service, and WatchJob."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
+        async with refusals(context):
+            job = self._engine.room(request.run_id).job
+            uids = _chosen(job, request)
+            for uid in uids:
+                await self._engine.tell(request.run_id, NodeRemoved(uid=uid, by=context.peer(), reason=request.reason))
+            return pb.LeaveReply(removed=len(uids))
+
+    async def restart(self, request: pb.RestartRequest, context: Context) -> pb.RestartReply:
+        async with refusals(context):
+            if self._engine.room(request.run_id).job.running is None:
+                raise NotRunning(f"job {request.run_id!r} has no running round to restart")
+            await self._engine.tell(request.run_id, RestartAsked(by=context.peer(), reason=request.reason))
+            return pb.RestartReply()
+
+    async def close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
+        async with refusals(context):
+            event = CloseAsked(by=context.peer(), reason=request.reason, success=request.success)
+            await self._engine.tell(request.run_id, event)
+            return pb.CloseReply()
+
+    async def get_job(self, request: pb.GetJobRequest, context: Context) -> pb.JobView:
+        async with refusals(context):
+            return job_view(self._engine, self._engine.room(request.run_id), nodes=True)
+
+    async def list_jobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+        rooms = [self._engine.rooms[run_id] for run_id in sorted(self._engine.rooms)]
+        return pb.ListJobsReply(jobs=[job_view(self._engine, room, nodes=False) for room in rooms])
+
+    async def watch_job(self, request: pb.GetJobRequest, context: Context) -> AsyncIterator[pb.JobView]:
+        async with refusals(context):
+            room = self._engine.room(request.run_id)
+            if len(room.watchers) >= WATCHERS_MAX:
+                raise LimitExceeded(f"job {request.run_id!r} has {WATCHERS_MAX} watchers, the most it may have")
+            changed = asyncio.Event()
+            room.watchers.add(changed)
+            try:
+                while self._engine.rooms.get(request.run_id) is room:
+                    changed.clear()
+                    yield job_view(self._engine, room, nodes=True)
+                    await changed.wait()
+                    await asyncio.sleep(WATCH_WINDOW_S)
+            finally:
+                room.watchers.discard(changed)
+
+
+def _chosen(job: Job, request: pb.LeaveRequest) -> list[NodeUid]:
+    if not request.node_uid and not request.node_name:
+        raise BadRequest("say which node: node_uid or node_name")
+    if request.node_uid:
+        uids = [NodeUid(request.node_uid)] if request.node_uid in job.nodes else []
+    else:
+        uids = [node.uid for node in job.nodes.values() if node.name == request.node_name]
+    if not uids:
+        names = ", ".join(sorted(node.name for node in job.nodes.values())) or "none"
+        raise NoSuchNode(
+            f"job {job.run_id!r} has no node {request.node_uid or request.node_name!r}; its nodes: {names}"
+        )
+    return uids

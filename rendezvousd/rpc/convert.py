@@ -1,0 +1,298 @@
+"""Between the wire's messages and the core's values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from rendezvousd.core import model
+from rendezvousd.core.errors import BadRequest
+from rendezvousd.core.events import NodeHeard
+from rendezvousd.core.model import CauseKind, Departure, Ending, Failure, Outcome, Phase, RoundUid
+from rendezvousd.core.place import Assigned, Place, Wait, Waiting
+from rendezvousd.core.settings import Limits, Timing
+from rendezvousd.v1 import rendezvous_pb2 as pb
+
+T = TypeVar("T")
+
+HELD_PHASES = {
+    Phase.STARTING: pb.STARTING,
+    Phase.RUNNING: pb.RUNNING,
+    Phase.SUCCEEDED: pb.SUCCEEDED,
+    Phase.FAILED: pb.FAILED,
+    Phase.STOPPING: pb.STOPPING,
+    Phase.STOPPED: pb.STOPPED,
+    Phase.FENCED: pb.FENCED,
+}
+PHASES: dict[int, Phase] = {number: phase for phase, number in HELD_PHASES.items()}
+GROWS: dict[int, model.Grow] = {
+    pb.GROW_QUIET: model.Grow.QUIET,
+    pb.GROW_NOW: model.Grow.NOW,
+    pb.GROW_NEVER: model.Grow.NEVER,
+}
+DAEMON_LOSSES: dict[int, model.OnDaemonLoss] = {
+    pb.ON_DAEMON_LOSS_CONTINUE: model.OnDaemonLoss.CONTINUE,
+    pb.ON_DAEMON_LOSS_STOP: model.OnDaemonLoss.STOP,
+}
+CAUSES = {
+    CauseKind.WORKER_FAILED: pb.WORKER_FAILED,
+    CauseKind.NODE_LOST: pb.NODE_LOST,
+    CauseKind.NODE_LEFT: pb.NODE_LEFT,
+    CauseKind.NODE_REMOVED: pb.NODE_REMOVED,
+    CauseKind.GROWTH: pb.GROWTH,
+    CauseKind.OPERATOR: pb.OPERATOR,
+    CauseKind.NETWORK: pb.NETWORK,
+    CauseKind.STORE_LOST: pb.STORE_LOST,
+    CauseKind.JOIN_TIMEOUT: pb.JOIN_TIMEOUT,
+    CauseKind.SHORT_ROUNDS: pb.SHORT_ROUNDS,
+}
+WAITS = {
+    Wait.GATHERING: pb.GATHERING,
+    Wait.SPARE: pb.SPARE,
+    Wait.GROWING: pb.GROWING,
+    Wait.COOLDOWN: pb.COOLDOWN,
+}
+OUTCOMES = {
+    Outcome.SUCCEEDED: pb.OUTCOME_SUCCEEDED,
+    Outcome.FAILED: pb.OUTCOME_FAILED,
+    Outcome.CLOSED: pb.OUTCOME_CLOSED,
+}
+
+# The widest a duration of a job may be, in seconds: a week. Longer ones are typing errors.
+DURATION_MAX_S = 7 * 24 * 3600.0
+# The most worker processes of one node; the largest hosts have a few hundred cores.
+SLOTS_MAX = 4096
+
+
+# -------------------------------------------------------------------------------------------------------- upstream
+
+
+def node_heard(state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limits) -> NodeHeard:
+    """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense."""
+    _check_name("run_id", state.run_id, limits.run_id_bytes, required=True)
+    _check_name("node_uid", state.node_uid, limits.name_bytes, required=True)
+    _check_name("node_name", state.node_name, limits.name_bytes)
+    _check_name("submission", state.submission, limits.name_bytes)
+    job_spec, node_spec = _specs(spec, timing, limits)
+    return NodeHeard(
+        uid=model.NodeUid(state.node_uid),
+        name=state.node_name or state.node_uid[:8],
+        job_spec=job_spec,
+        spec=node_spec,
+        submission=state.submission,
+        uptime_s=state.uptime_ms / 1000,
+        known=_known(state.known),
+        held=_held(state.held, limits) if state.HasField("held") else None,
+        offer=_offer(state.offer, limits) if state.HasField("offer") else None,
+        leaving=_cut(state.leaving.reason, limits.name_bytes) if state.HasField("leaving") else None,
+        outcome_seen=state.outcome_seen,
+    )
+
+
+def _specs(spec: pb.Spec, timing: Timing, limits: Limits) -> tuple[model.JobSpec, model.NodeSpec]:
+    if not 1 <= spec.min_nodes <= spec.max_nodes:
+        raise BadRequest(f"spec: need 1 <= min_nodes <= max_nodes, got {spec.min_nodes} and {spec.max_nodes}")
+    if not 1 <= spec.slots <= SLOTS_MAX:
+        raise BadRequest(f"spec.slots: need 1 to {SLOTS_MAX}, got {spec.slots}")
+    _check_name("spec.role", spec.role, limits.name_bytes)
+    _check_name("spec.topology", spec.topology, limits.name_bytes)
+    job = model.JobSpec(
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        max_restarts=spec.max_restarts,
+        on_daemon_loss=_choice("spec.on_daemon_loss", DAEMON_LOSSES, spec.on_daemon_loss),
+        grow=_choice("spec.grow", GROWS, spec.grow),
+        timing=job_timing(spec.timeouts, timing),
+    )
+    node = model.NodeSpec(
+        slots=spec.slots,
+        role=spec.role,
+        node_rank=spec.node_rank if spec.HasField("node_rank") else None,
+        topology=spec.topology,
+        stop_grace_s=min(spec.stop_grace_ms / 1000, DURATION_MAX_S),
+    )
+    return job, node
+
+
+def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
+    """Return the daemon's durations with what the job wants instead. Raises BadRequest."""
+    seconds = {
+        "join_s": timeouts.join_ms,
+        "settle_s": timeouts.settle_ms,
+        "settle_max_s": timeouts.settle_max_ms,
+        "grow_s": timeouts.grow_ms,
+        "grow_max_s": timeouts.grow_max_ms,
+        "heartbeat_s": timeouts.heartbeat_ms,
+        "short_round_s": timeouts.short_round_ms,
+    }
+    wanted = {name: ms / 1000 for name, ms in seconds.items() if ms}
+    for name, value in wanted.items():
+        if value > DURATION_MAX_S:
+            raise BadRequest(f"spec.timeouts: {name} is {value:g} s, more than a week")
+    if wanted:
+        timing = replace(timing, **wanted)  # type: ignore[arg-type]
+    if timeouts.short_rounds_max:
+        timing = replace(timing, short_rounds_max=timeouts.short_rounds_max)
+    if timeouts.lease_ms:
+        intervals = timeouts.lease_ms / 1000 / timing.heartbeat_s
+        if intervals < 2:
+            raise BadRequest(
+                f"spec.timeouts: a lease of {timeouts.lease_ms} ms is less than "
+                f"two heartbeats of {timing.heartbeat_s:g} s"
+            )
+        timing = replace(timing, lease_intervals=intervals)
+    return timing
+
+
+def _held(held: pb.Held, limits: Limits) -> model.Held:
+    return model.Held(
+        round_uid=RoundUid(held.assignment.round_uid),
+        round=held.assignment.round,
+        phase=_choice("held.phase", PHASES, held.phase),
+        alive=held.alive,
+        failures=tuple(_failure(f, limits) for f in held.failures[: limits.failures_per_node]),
+        master_unreachable=held.master_unreachable,
+        store_lost=held.store_lost,
+    )
+
+
+def _failure(failure: pb.Failure, limits: Limits) -> Failure:
+    return Failure(
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        text=_cut(failure.text, limits.error_text_bytes),
+        age_s=failure.age_ms / 1000,
+        victim_hint=failure.victim_hint,
+        kind=_cut(failure.kind, limits.name_bytes),
+    )
+
+
+def _offer(offer: pb.Offer, limits: Limits) -> model.Offer:
+    _check_name("offer.offer_id", offer.offer_id, limits.name_bytes, required=True)
+    _check_name("offer.address", offer.address, limits.name_bytes, required=True)
+    if not 1 <= offer.port <= 65535:
+        raise BadRequest(f"offer.port: need 1 to 65535, got {offer.port}")
+    return model.Offer(
+        offer_id=offer.offer_id,
+        after=RoundUid(offer.after_round_uid),
+        address=offer.address,
+        port=offer.port,
+    )
+
+
+def _known(known: pb.Known) -> model.Known:
+    return model.Known(
+        job_uid=model.JobUid(known.job_uid),
+        round=known.round,
+        round_uid=RoundUid(known.round_uid),
+        group_size=known.group_size,
+        restarts_used=known.restarts_used,
+        charged_round=known.charged_round,
+        charged_round_uid=RoundUid(known.charged_round_uid),
+    )
+
+
+def _choice(name: str, choices: dict[int, T], number: int) -> T:
+    try:
+        return choices[number]
+    except KeyError:
+        raise BadRequest(f"{name}: {number} is none of {sorted(choices)}") from None
+
+
+def _check_name(name: str, value: str, limit: int, *, required: bool = False) -> None:
+    if required and not value:
+        raise BadRequest(f"{name} is empty")
+    if (size := len(value.encode())) > limit:
+        raise BadRequest(f"{name} has {size} bytes, more than {limit}")
+
+
+def _cut(text: str, limit: int) -> str:
+    """Return the text, cut in its middle to at most `limit` bytes; what was cut is said."""
+    raw = text.encode()
+    if len(raw) <= limit:
+        return text
+    note = f"\n... {len(raw) - limit} bytes cut ...\n"
+    keep = max(0, limit - len(note)) // 2
+    head, tail = raw[:keep].decode(errors="ignore"), raw[len(raw) - keep :].decode(errors="ignore")
+    return head + note + tail
+
+
+# ------------------------------------------------------------------------------------------------------ downstream
+
+
+def known_pb(known: model.Known, job_uid: str) -> pb.Known:
+    return pb.Known(
+        job_uid=job_uid,
+        round=known.round,
+        round_uid=known.round_uid,
+        group_size=known.group_size,
+        restarts_used=known.restarts_used,
+        charged_round=known.charged_round,
+        charged_round_uid=known.charged_round_uid,
+    )
+
+
+def cause_pb(cause: model.Cause, *, final: bool) -> pb.BreakCause:
+    message = pb.BreakCause(
+        kind=CAUSES[cause.kind], node_uid=cause.uid, node_name=cause.name, text=cause.text, final=final
+    )
+    if cause.failure is not None:
+        message.failure.CopyFrom(_failure_pb(cause.failure))
+    return message
+
+
+def _failure_pb(failure: Failure) -> pb.Failure:
+    return pb.Failure(
+        rank=failure.rank,
+        local_rank=failure.local_rank,
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        text=failure.text,
+        age_ms=int(failure.age_s * 1000),
+        victim_hint=failure.victim_hint,
+        kind=failure.kind,
+    )
+
+
+def ended_pb(ending: Ending) -> pb.Ended:
+    message = pb.Ended(outcome=OUTCOMES[ending.outcome], exit_code=ending.exit_code, may_exit=ending.may_exit)
+    if ending.cause is not None:
+        message.root_cause.CopyFrom(cause_pb(ending.cause, final=True))
+    return message
+
+
+def status_pb(place: Place, max_restarts: int, generation: str) -> pb.Place:
+    """Return a Place with nothing but the status of this one node."""
+    match place:
+        case Assigned():
+            return pb.Place(assigned=_assigned_pb(place, max_restarts, generation))
+        case Waiting():
+            left_ms = 0 if place.left_s is None else max(1, int(place.left_s * 1000))
+            return pb.Place(waiting=pb.Waiting(reason=WAITS[place.reason], left_ms=left_ms))
+        case Ending():
+            return pb.Place(ended=ended_pb(place))
+        case Departure():
+            return pb.Place(removed=pb.Removed(by=place.by, reason=place.reason, exit_code=place.exit_code))
+
+
+def _assigned_pb(place: Assigned, max_restarts: int, generation: str) -> pb.Assigned:
+    round_, seat = place.round, place.seat
+    return pb.Assigned(
+        round=round_.number,
+        round_uid=round_.uid,
+        group_rank=seat.group_rank,
+        group_size=len(round_.seats),
+        first_rank=seat.first_rank,
+        slots=seat.slots,
+        world_size=round_.world_size,
+        role_first_rank=seat.role_first_rank,
+        role_world_size=seat.role_world_size,
+        restart_count=round_.restart_count,
+        max_restarts=max_restarts,
+        master_addr=round_.master.address,
+        master_port=round_.master.port,
+        master_offer_id=round_.master.offer_id,
+        store_generation=generation,
+    )

@@ -1,0 +1,225 @@
+"""The Join stream of each node: bytes in, bytes out, as little work between as can be.
+
+A message that differs from the last one of its stream in nothing but `seq` is a heartbeat and is not parsed. An answer
+is the job's common bytes, the node's own, and the acknowledgement, concatenated: concatenated protobufs merge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, TypeAlias
+
+import grpc
+
+from rendezvousd.attendance import Attendance
+from rendezvousd.core.errors import BadRequest
+from rendezvousd.core.explain import explain
+from rendezvousd.core.model import Job, NodeUid
+from rendezvousd.core.place import Assigned, place, valid_round_uid
+from rendezvousd.engine import Engine, Room
+from rendezvousd.rpc.convert import cause_pb, known_pb, node_heard, status_pb
+from rendezvousd.v1 import rendezvous_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+# `seq` (field 31, fixed64) comes last and is the only thing in which two heartbeats differ.
+SEQ_BYTES = 8
+SEQ_TAG = bytes([31 << 3 & 0x7F | 0x80 | 1, 31 >> 4])
+# How long the common part of a job's answers, which has a countdown in it, is used for all its nodes.
+COMMON_FRESH_S = 0.5
+# How long a closing daemon waits for each node to take its last word. All wait at the same time.
+CLOSE_S = 1.0
+
+
+class Renderer:
+    """What nodes are told, as bytes; what is the same for many is made once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._common: dict[str, tuple[Job, int, float, bytes]] = {}
+        self._own: dict[tuple[str, NodeUid], tuple[object, bytes]] = {}
+
+    def place(self, run_id: str, uid: NodeUid, seq: bytes) -> bytes:
+        """Return the Place of a node; `seq` (8 bytes) is what is acknowledged. Empty if the job is not there (yet)."""
+        room = self._engine.rooms.get(run_id)
+        if room is None:
+            return b""
+        return b"".join((self._common_bytes(room), self._own_bytes(room, uid), SEQ_TAG, seq))
+
+    def refusal(self, text: str, seq: bytes) -> bytes:
+        """Return the Place of a node that has none in any job."""
+        removed = pb.Removed(by="rendezvousd", reason=text, exit_code=1)
+        engine = self._engine
+        message = pb.Place(term=engine.term, daemon_id=engine.daemon_id, explain=text, removed=removed)
+        return message.SerializeToString() + SEQ_TAG + seq
+
+    def forget(self, run_id: str, uid: NodeUid) -> None:
+        """Drop what was kept for a node whose stream is gone."""
+        self._own.pop((run_id, uid), None)
+        if run_id not in self._engine.rooms:
+            self._common.pop(run_id, None)
+
+    def _common_bytes(self, room: Room) -> bytes:
+        now = self._engine.clock.now()
+        job = room.job
+        kept = self._common.get(job.run_id)
+        if kept is not None and kept[0] is job and kept[1] == room.revision and now < kept[2]:
+            return kept[3]
+        pace = self._engine.pace(job.run_id)
+        round_ = job.round
+        message = pb.Place(
+            term=self._engine.term,
+            revision=room.revision,
+            daemon_id=self._engine.daemon_id,
+            job_uid=job.uid,
+            heartbeat_ms=int(pace.heartbeat_s * 1000),
+            lease_ms=int(pace.lease_s * 1000),
+            retry_max_ms=int(pace.retry_max_s * 1000),
+            valid_round_uid=valid_round_uid(job),
+            known=known_pb(job.known, job.uid),
+            explain=explain(job, now),
+        )
+        if round_ is not None and round_.cause is not None:
+            message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))
+        data = message.SerializeToString()
+        self._common[job.run_id] = (job, room.revision, now + COMMON_FRESH_S, data)
+        return data
+
+    def _own_bytes(self, room: Room, uid: NodeUid) -> bytes:
+        job, engine = room.job, self._engine
+        kept = self._own.get((job.run_id, uid))
+        if kept is not None and kept[0] is job.running and job.running is not None:
+            return kept[1]
+        it = place(job, uid, engine.clock.now())
+        data: bytes = status_pb(it, job.spec.max_restarts, engine.term).SerializeToString()
+        if isinstance(it, Assigned):  # an assignment never changes while its round runs
+            self._own[job.run_id, uid] = (job.running, data)
+        return data
+
+
+class JoinStream:
+    """The daemon's end of one Join stream. A slow reader gets the latest place, never a queue of them."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, context: Context) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._context = context
+        self._writer: asyncio.Task[None] | None = None
+        self._wanted = False
+        self._refused = ""
+        self._last = b""  # the last message without its seq
+        self._seq = bytes(SEQ_BYTES)
+        self._row: Attendance | None = None
+        self._spec: pb.Spec | None = None
+        self.run_id = ""
+        self.uid = NodeUid("")
+        self.stream_no = 0
+
+    async def serve(self) -> None:
+        """Read until the stream ends. Raises BadRequest."""
+        try:
+            while (data := await self._context.read()) is not grpc.aio.EOF:
+                if data[:-SEQ_BYTES] == self._last and self._row is not None:
+                    self._seq = data[-SEQ_BYTES:]
+                    if self._engine.heartbeat(self._row, self):
+                        self.notify()
+                        continue
+                self._news(data)
+        finally:
+            if self._row is not None:
+                self._engine.stream_ended(self._row, self)
+            self._renderer.forget(self.run_id, self.uid)
+            if self._writer is not None:
+                self._writer.cancel()
+
+    def _news(self, data: bytes) -> None:
+        try:
+            state = pb.NodeState.FromString(data)
+        except Exception as exc:
+            raise BadRequest(f"not a NodeState: {exc}") from exc
+        self._check_identity(state)
+        if state.HasField("spec"):
+            self._spec = state.spec
+        if self._spec is None:
+            raise BadRequest("the first message of a stream must have a spec")
+        event = node_heard(state, self._spec, self._engine.timing, self._engine.limits)
+        self._last, self._seq = data[:-SEQ_BYTES], state.seq.to_bytes(SEQ_BYTES, "little")
+        seen = (state.seen.term, state.seen.revision)
+        self._row = self._engine.heard(self.run_id, event, self, seen)
+
+    def _check_identity(self, state: pb.NodeState) -> None:
+        if not self.run_id:
+            self.run_id, self.uid, self.stream_no = state.run_id, NodeUid(state.node_uid), state.stream_no
+        elif (state.run_id, state.node_uid, state.stream_no) != (self.run_id, self.uid, self.stream_no):
+            raise BadRequest("run_id, node_uid and stream_no are those of the stream's first message, always")
+
+    # ---------------------------------------------------------------- what the engine calls (attendance.Stream)
+
+    def notify(self) -> None:
+        """Tell the node its place, as it is when the stream can take it."""
+        self._wanted = True
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.get_running_loop().create_task(self._write())
+
+    def forget(self) -> None:
+        self._row, self._last = None, b""
+
+    def refuse(self, text: str) -> None:
+        self.forget()
+        self._refused = text
+        self.notify()
+
+    async def _write(self) -> None:
+        while self._wanted:
+            self._wanted = False
+            if self._refused:
+                data = self._renderer.refusal(self._refused, self._seq)
+            else:
+                data = self._renderer.place(self.run_id, self.uid, self._seq)
+            if data:
+                # a stream that is gone is its reader's news, not the writer's
+                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    await self._context.write(data)
+
+
+class RendezvousStreams:
+    """All open Join streams."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._renderer = Renderer(engine)
+        self._open: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def join(self, _: object, context: Context) -> None:
+        """Serve one Join stream (raw bytes)."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        stream = JoinStream(self._engine, self._renderer, context)
+        try:
+            await stream.serve()
+        except BadRequest as refusal:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is shutting down")
+        finally:
+            self._open.discard(task)
+
+    async def close(self) -> None:
+        """End all streams, telling each node that the daemon goes. Judges nobody."""
+        self._closing = True
+        tasks = list(self._open)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)

@@ -1,0 +1,31 @@
+"""Refusals to gRPC codes, in one table."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from rendezvousd.core import errors
+
+CODES: dict[type[errors.Refusal], grpc.StatusCode] = {
+    errors.NotLeader: grpc.StatusCode.UNAVAILABLE,
+    errors.NoSuchJob: grpc.StatusCode.NOT_FOUND,
+    errors.NoSuchNode: grpc.StatusCode.NOT_FOUND,
+    errors.NotRunning: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.RoundOver: grpc.StatusCode.ABORTED,
+    errors.StoreLost: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+@contextlib.asynccontextmanager
+async def refusals(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn a Refusal into its status. Bugs pass through and become UNKNOWN, loudly."""
+    try:
+        yield
+    except errors.Refusal as refusal:
+        await context.abort(CODES[type(refusal)], str(refusal))

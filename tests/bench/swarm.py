@@ -1,0 +1,355 @@
+"""Thousands of simulated nodes in one process, on real streams over a few connections.
+
+    python -m tests.bench.swarm daemon|echo PORT SERVER_PID NODES IDLE_S
+
+Prints one JSON object: what `Figures` says. The nodes behave as the .proto asks of a node whose one worker starts and
+stops at once. Against the echo server the same streams carry the same bytes, and nobody behaves.
+
+The load must cost less than what is loaded: bytes are serialised by hand where it counts, and a heartbeat is the last
+message with its last 8 bytes, the sequence number, changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import struct
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+import psutil
+import uvloop
+
+from rendezvousd.v1 import rendezvous_pb2 as pb
+from tests.bench.harness import BenchFailed
+
+CONNECTIONS = 16
+METHOD = "/rendezvousd.v1.Rendezvous/Join"
+SEQ_TAG = bytes.fromhex("f901")  # field 31, fixed64
+SEQ = struct.Struct("<Q")
+TICK_S = 0.02  # the pacer's step: heartbeats are spread over the interval in portions of this length
+PHASE_BOUND_S = 120.0
+
+
+@dataclass
+class Figures:
+    """What one run found. CPU is the server's, user and system; messages are per node."""
+
+    first_s: float = 0.0  # first message sent -> every node has its place (echo: its echo)
+    told_s: float = 0.0  # a node reports a failure -> every node has been told to stop
+    next_s: float = 0.0  # the same -> every node has its next place (echo: one more echo)
+    first_cpu_us: float = 0.0  # per node, until every node's message that it runs was answered
+    next_cpu_us: float = 0.0
+    first_up: float = 0.0
+    first_down: float = 0.0
+    next_up: float = 0.0
+    next_down: float = 0.0
+    rss_mb: float = 0.0  # the server's, after all this
+    idle_percent: float = 0.0  # of one core
+    idle_up_per_s: float = 0.0  # heartbeats a second meanwhile
+    swarm_cpu_s: float = 0.0  # our own CPU for both rounds: when it is near the times above, we were the bottleneck
+
+
+class Milestones:
+    """Counts who has got where; whoever waits is woken when all have."""
+
+    def __init__(self, everybody: int) -> None:
+        self._everybody = everybody
+        self._reached: Counter[str] = Counter()
+        self._awaited: dict[str, asyncio.Event] = {}
+
+    def reach(self, milestone: str) -> None:
+        """One more node is there."""
+        self._reached[milestone] += 1
+        if self._reached[milestone] >= self._everybody:
+            self._event(milestone).set()
+
+    async def wait(self, milestone: str) -> float:
+        """The instant (perf_counter, s) at which everybody was there. Raises BenchFailed after PHASE_BOUND_S."""
+        try:
+            async with asyncio.timeout(PHASE_BOUND_S):
+                await self._event(milestone).wait()
+        except TimeoutError:
+            counted = f"{self._reached[milestone]} of {self._everybody}"
+            raise BenchFailed(f"{milestone}: {counted} nodes after {PHASE_BOUND_S:.0f} s") from None
+        return time.perf_counter()
+
+    def _event(self, milestone: str) -> asyncio.Event:
+        return self._awaited.setdefault(milestone, asyncio.Event())
+
+
+class Swarm:
+    """What all nodes share."""
+
+    def __init__(self, nodes: int) -> None:
+        self.size = nodes
+        self.milestones = Milestones(nodes)
+        self.heartbeat_s = max(1.0, nodes / 1_000)
+        self.up = 0  # messages sent, by all
+        self.down = 0
+
+
+class Stream:
+    """One node's stream. Subclasses say what its messages are."""
+
+    body: bytes  # the message, without its sequence number
+
+    def __init__(self, swarm: Swarm, index: int) -> None:
+        self.swarm = swarm
+        self.index = index
+        self.seq = 0
+        self.spoke_at = 0.0
+        self._call: Any = None
+        self._speaking = asyncio.Lock()  # gRPC takes one message at a time
+
+    async def live(self, channel: Any) -> None:
+        """Open the stream and read it until it ends, which it should not."""
+        self._call = channel.stream_stream(METHOD)()
+        await self.say()
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self.swarm.down += 1
+            if self.heard(message):
+                await self.say()
+        raise BenchFailed(
+            f"node {self.index}: the stream ended: {await self._call.code()} {await self._call.details()}"
+        )
+
+    async def say(self) -> None:
+        """Send the message as it now is, with the next sequence number."""
+        async with self._speaking:
+            self.seq += 1
+            self.swarm.up += 1
+            self.spoke_at = time.monotonic()
+            await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
+
+    def heard(self, message: bytes) -> bool:
+        """Take in what came; whether there is something to say now."""
+        raise NotImplementedError
+
+
+class EchoNode(Stream):
+    """Sends what a node would and counts what comes back."""
+
+    def __init__(self, swarm: Swarm, index: int) -> None:
+        super().__init__(swarm, index)
+        self.body = first_state(swarm.size, index).SerializeToString()
+
+    def heard(self, message: bytes) -> bool:
+        """Every echo is a milestone; only the first two are waited for."""
+        (seq,) = SEQ.unpack(message[-SEQ.size :])
+        if seq <= 2:
+            self.swarm.milestones.reach(f"echo {seq}")
+        return False
+
+
+class SimNode(Stream):
+    """A node whose worker starts and stops the moment it is told to.
+
+    Concatenated messages merge, so what it says is put together from parts, each serialised when it changes.
+    """
+
+    def __init__(self, swarm: Swarm, index: int) -> None:
+        super().__init__(swarm, index)
+        state = first_state(swarm.size, index)
+        self.body = state.SerializeToString()
+        self._standing = b""  # held and offer
+        self._told = b""  # seen and known
+        self._held = pb.Held()
+        self._running = False
+        self._answer_due = 0  # the seq of our message that we run, until it is answered
+        self._obeyed = -1  # revision
+        state.ClearField("spec")
+        state.ClearField("uptime_ms")
+        self._first_offer = pb.NodeState(offer=state.offer).SerializeToString()
+        state.ClearField("offer")
+        self._identity = state.SerializeToString()
+
+    def heard(self, message: bytes) -> bool:
+        """Obey the place."""
+        place = pb.Place.FromString(message)
+        self.swarm.heartbeat_s = place.heartbeat_ms / 1_000
+        if place.HasField("ended") or place.HasField("removed"):
+            raise BenchFailed(f"node {self.index} was sent away: {place.explain or place}")
+        if self._answer_due and place.ack_seq >= self._answer_due:
+            self._answer_due = 0
+            self.swarm.milestones.reach(f"running in round {self._held.assignment.round}")
+        if place.revision == self._obeyed:
+            return False
+        self._obeyed = place.revision
+        told = pb.NodeState(seen=pb.Seen(term=place.term, revision=place.revision), known=place.known)
+        self._told = told.SerializeToString()
+        return self._obey(place)
+
+    async def fail(self) -> None:
+        """Our worker dies: say so, and that we are ready for the next round."""
+        self._held.failures.add(
+            rank=self._held.assignment.first_rank, exit_code=1, text="asked to fail by the benchmark"
+        )
+        self._end(pb.FAILED)
+        await self.say()
+
+    def _obey(self, place: pb.Place) -> bool:
+        ours = self._held.assignment.round_uid
+        if self._running and place.valid_round_uid != ours:
+            self._end(pb.STOPPED)
+            return True
+        if place.HasField("assigned") and place.assigned.round_uid != ours:
+            self._start(place.assigned)
+            return True
+        self._compose(self._standing or self._first_offer)  # that we have seen this rides on the next heartbeat
+        return False
+
+    def _start(self, assignment: pb.Assigned) -> None:
+        self._held = pb.Held(assignment=assignment, phase=pb.RUNNING, alive=1)
+        self._running = True
+        self._answer_due = self.seq + 1
+        self._compose(pb.NodeState(held=self._held).SerializeToString())
+        self.swarm.milestones.reach(f"assigned to round {assignment.round}")
+
+    def _end(self, phase: pb.HeldPhase.ValueType) -> None:
+        over = self._held.assignment
+        self._held.phase, self._held.alive = phase, 0
+        self._running = False
+        offer = make_offer(f"{self.index}-after-{over.round_uid}", over.round_uid)
+        self._compose(pb.NodeState(held=self._held, offer=offer).SerializeToString())
+        self.swarm.milestones.reach(f"told to stop round {over.round}")
+
+    def _compose(self, standing: bytes) -> None:
+        self._standing = standing
+        self.body = self._identity + standing + self._told
+
+
+def make_offer(offer_id: str, after_round_uid: str) -> pb.Offer:
+    """An offer with an address that nobody will ever call."""
+    return pb.Offer(offer_id=offer_id, after_round_uid=after_round_uid, address="127.0.0.1", port=1)
+
+
+def first_state(nodes: int, index: int) -> pb.NodeState:
+    """What node `index` says first: a job that starts when all are there, and forgives any number of failures."""
+    return pb.NodeState(
+        run_id="swarm",
+        node_uid=f"uid-{index:06}",
+        node_name=f"sim-{index:06}",
+        uptime_ms=1_000,
+        stream_no=1,
+        spec=pb.Spec(min_nodes=nodes, max_nodes=nodes, max_restarts=100, slots=1, role="default", stop_grace_ms=1_000),
+        offer=make_offer(f"{index}-first", ""),
+    )
+
+
+class Server:
+    """The process under load, from outside."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU used so far, user and system."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_mb(self) -> float:
+        """Resident memory, 10^6 bytes."""
+        return float(self._process.memory_info().rss / 1e6)
+
+
+class Meter:
+    """Between two looks: the server's CPU and the messages, per node."""
+
+    def __init__(self, swarm: Swarm, server: Server) -> None:
+        self._swarm, self._server = swarm, server
+        self._cpu_s, self._up, self._down = server.cpu_s(), swarm.up, swarm.down
+
+    def read(self) -> tuple[float, float, float]:
+        """Microseconds of CPU, messages up, messages down."""
+        size = self._swarm.size
+        cpu_us = (self._server.cpu_s() - self._cpu_s) * 1e6
+        return cpu_us / size, (self._swarm.up - self._up) / size, (self._swarm.down - self._down) / size
+
+
+async def keep_speaking(swarm: Swarm, nodes: list[Any], group: asyncio.TaskGroup) -> None:
+    """Make every node speak once in an interval, evenly spread, for ever."""
+    position, began = 0.0, time.monotonic()
+    while True:
+        await asyncio.sleep(TICK_S)
+        now = time.monotonic()
+        step = (now - began) / swarm.heartbeat_s * swarm.size
+        began = now
+        for index in range(int(position), int(position + min(step, swarm.size))):
+            node = nodes[index % swarm.size]
+            if now - node.spoke_at > swarm.heartbeat_s / 2:  # a message of any kind is as good as a heartbeat
+                group.create_task(node.say())
+        position = (position + step) % swarm.size
+
+
+async def measure(kind: str, port: int, server: Server, size: int, idle_s: float) -> Figures:
+    """Open all streams, play both rounds, then idle."""
+    swarm, figures = Swarm(size), Figures()
+    nodes = [(SimNode if kind == "daemon" else EchoNode)(swarm, index) for index in range(size)]
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CONNECTIONS)]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # this process is short
+
+    own_cpu_s = time.process_time()
+    async with asyncio.TaskGroup() as group:
+        meter, began = Meter(swarm, server), time.perf_counter()
+        tasks = [group.create_task(node.live(channels[node.index % CONNECTIONS])) for node in nodes]
+        figures.first_s = await swarm.milestones.wait("assigned to round 1" if kind == "daemon" else "echo 1") - began
+        if kind == "daemon":
+            await swarm.milestones.wait("running in round 1")
+        figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
+        pacer = group.create_task(keep_speaking(swarm, nodes, group))
+
+        meter, began = Meter(swarm, server), time.perf_counter()
+        if kind == "daemon":
+            await play_next_round(swarm, nodes, figures, began)
+        else:
+            await asyncio.gather(*(node.say() for node in nodes))
+            figures.next_s = await swarm.milestones.wait("echo 2") - began
+        figures.next_cpu_us, figures.next_up, figures.next_down = meter.read()
+        figures.swarm_cpu_s = time.process_time() - own_cpu_s
+
+        await asyncio.sleep(min(idle_s, swarm.heartbeat_s))  # whoever spoke in the round pauses as long
+        up, cpu_s, began = swarm.up, server.cpu_s(), time.perf_counter()
+        await asyncio.sleep(idle_s)
+        seconds = max(time.perf_counter() - began, 1e-9)
+        figures.idle_percent = (server.cpu_s() - cpu_s) / seconds * 100
+        figures.idle_up_per_s = (swarm.up - up) / seconds
+        figures.rss_mb = server.rss_mb()
+        for task in (pacer, *tasks):
+            task.cancel()
+    return figures
+
+
+async def play_next_round(swarm: Swarm, nodes: list[Any], figures: Figures, began: float) -> None:
+    """One node fails, everybody stops, everybody is dealt a place again."""
+    await nodes[0].fail()
+    figures.told_s = await swarm.milestones.wait("told to stop round 1") - began
+    figures.next_s = await swarm.milestones.wait("assigned to round 2") - began
+    await swarm.milestones.wait("running in round 2")
+
+
+def main() -> None:
+    """Measure, print, leave."""
+    kind, port, pid, size, idle_s = sys.argv[1:]
+    try:
+        figures = uvloop.run(measure(kind, int(port), Server(int(pid)), int(size), float(idle_s)))
+    except* (BenchFailed, TimeoutError, grpc.RpcError) as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        sys.exit(f"swarm: {first!r} (and {len(failures.exceptions) - 1} more)")
+    print(json.dumps(asdict(figures)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The node's bootstrap stores: sockets bound by the launcher, served by the store holder, used by torch elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
+from rdzv.processes.supervisor import HelperEnded
+
+from tests.e2e.processes_kit import LIMIT_S, Node, fds, marked, node, script, until
+
+CLIENT = Path(__file__).with_name("store_client.py")
+# What a store may leave behind in the holder's memory; less would be the allocator's noise.
+STORE_KIB = 16
+
+
+@asynccontextmanager
+async def holder_node() -> AsyncIterator[tuple[Node, StoreHolder]]:
+    async with node() as n:
+        holder = StoreHolder()
+        await holder.start(n.supervisor)
+        try:
+            yield n, holder
+        finally:
+            await holder.close()
+
+
+class Client:
+    """A process with torch that uses stores as a worker would."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def count(self, port: int) -> int:
+        """Connects to the store, adds 1 to a key, and returns the sum: 1 in a fresh store."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"%d\n" % port)
+        return int(await asyncio.wait_for(self._process.stdout.readline(), LIMIT_S))
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[Client]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, str(CLIENT), stdin=pipe, stdout=pipe)
+    try:
+        yield Client(process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+@contextmanager
+def free_range(size: int) -> Iterator[tuple[int, int]]:
+    """A range of ports that nobody uses now, below those that the kernel gives out by itself."""
+    first = next(port for port in range(20_000, 30_000, size) if all(refused(port + step) for step in range(size)))
+    yield first, first + size - 1
+
+
+def test_an_address_may_be_used_before_torch_is_imported() -> None:
+    """And each offer's store is fresh, and gone when dropped."""
+
+    async def story() -> None:
+        async with client() as user, holder_node() as (_, holder):
+            early = socket.create_connection(("127.0.0.1", await holder.open("a")))
+            early.close()
+            port = await holder.open("b")
+            with pytest.raises(ValueError, match="offer b"):
+                await holder.open("b")
+            assert [await user.count(port), await user.count(port)] == [1, 2]
+            other = await holder.open("c")
+            assert other != port
+            assert await user.count(other) == 1
+            await holder.drop("b")
+            await holder.drop("b")
+            await until(lambda: refused(port), "the dropped store's port is free")
+            assert await user.count(other) == 2, "other stores are not touched"
+
+    asyncio.run(story())
+
+
+def test_stores_listen_on_every_family_there_is() -> None:
+    async def story() -> None:
+        async with holder_node() as (_, holder):
+            port = await holder.open("a")
+            socket.create_connection(("127.0.0.1", port)).close()
+            try:
+                socket.create_connection(("::1", port)).close()
+            except OSError as problem:
+                assert not Path("/proc/net/if_inet6").exists(), problem
+
+    asyncio.run(story())
+
+
+def test_fifty_stores_leave_nothing_behind() -> None:
+    async def story() -> None:
+        async with client() as user, holder_node() as (n, holder):
+            [pid] = _holders(os.getpid())
+
+            async def one(offer: str) -> None:
+                port = await holder.open(offer)
+                assert await user.count(port) == 1
+                await holder.drop(offer)
+                await until(lambda: refused(port), "the port is free")
+
+            for number in range(5):
+                await one(f"first-{number}")
+            before = fds(os.getpid()), fds(pid), fds(n.supervisor.spawner_pid)
+            threads, kib = _threads_and_kib(pid)
+            for number in range(50):
+                await one(str(number))
+            assert (fds(os.getpid()), fds(pid), fds(n.supervisor.spawner_pid)) == before
+            threads_after, kib_after = _threads_and_kib(pid)
+            assert threads_after == threads
+            assert kib_after - kib <= 50 * STORE_KIB
+
+    asyncio.run(story())
+
+
+def _holders(below: int) -> list[int]:
+    """The store holders that descend from a process by way of a spawner."""
+    found = []
+    for spawner in _children(below):
+        found += [pid for pid in _children(spawner) if b"store_holder.py" in _cmdline(pid)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _threads_and_kib(pid: int) -> tuple[int, int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"Threads:\s+(\d+)", status)[0]), int(re.findall(r"VmRSS:\s+(\d+)", status)[0])
+
+
+def test_ports_come_from_the_range_once_each_and_its_end_is_explained() -> None:
+    async def story() -> None:
+        with free_range(4) as (first, last), socket.socket() as stranger:
+            stranger.bind(("127.0.0.1", first))
+            stranger.listen()
+            async with holder_node() as (_, holder):
+                ports = set()
+                for offer in ("a", "b", "c"):
+                    ports.add(await holder.open(offer, (first, last)))
+                    await holder.drop(offer)
+                assert ports == set(range(first + 1, last + 1)), "not the stranger's, and none twice, though dropped"
+                with pytest.raises(NoPort, match=rf"no free port in {first}-{last}: 1 in use, 3 used within the last"):
+                    await holder.open("d", (first, last))
+                await holder.open("d")
+
+    asyncio.run(story())
+
+
+def test_a_port_that_may_not_be_used_is_named() -> None:
+    async def story() -> None:
+        async with holder_node() as (_, holder):
+            try:
+                await holder.open("a", (1, 1))
+            except NoPort as problem:
+                assert "port 1" in str(problem)  # noqa: PT017  root may listen there
+
+    asyncio.run(story())
+
+
+def test_a_dead_holder_is_a_fact_and_a_new_one_serves() -> None:
+    async def story() -> None:
+        async with client() as user, holder_node() as (n, holder):
+            port = await holder.open("a")
+            assert await user.count(port) == 1
+            [pid] = _holders(os.getpid())
+            os.kill(pid, signal.SIGKILL)
+            end = await n.fact(HelperEnded)
+            assert end == HelperEnded(name=StoreHolder.NAME, exit_code=0, signal=signal.SIGKILL)
+            assert refused(port)
+            await until(lambda: not holder.running, "the wire's end is noticed")
+            with pytest.raises(StoresUnavailable):
+                await holder.open("b")
+            await holder.start(n.supervisor)
+            again = await holder.open("a")
+            assert again != port
+            assert await user.count(again) == 1
+
+    asyncio.run(story())
+
+
+def test_a_holder_without_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = script(tmp_path / "python", ["#!/bin/sh", f'exec {sys.executable} -S "$@"'])
+    bare.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(bare))
+
+    async def story() -> None:
+        async with node() as n:
+            holder = StoreHolder()
+            await holder.start(n.supervisor)
+            assert (await n.fact(HelperEnded)).exit_code == 1
+            await until(lambda: not holder.running, "the wire's end is noticed")
+            with pytest.raises(StoresUnavailable, match="No module named 'torch'"):
+                await holder.open("a")
+
+    asyncio.run(story())
+
+
+def test_the_holder_ends_with_its_wire() -> None:
+    async def story() -> None:
+        async with node() as n:
+            holder = StoreHolder()
+            await holder.start(n.supervisor)
+            await holder.close()
+            assert (await n.fact(HelperEnded)).exit_code == 0
+            assert marked(n.mark) == []
+
+    asyncio.run(story())

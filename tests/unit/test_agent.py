@@ -1,0 +1,497 @@
+"""What a node does next, told as stories. No loop, no clock, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from rdzv.agent import Agent, Config, begin, standing, step, wakes_at
+from rdzv.model import (
+    Assignment,
+    Cause,
+    DaemonAway,
+    DaemonRefused,
+    DropStore,
+    Ended,
+    Exit,
+    Fact,
+    Hurry,
+    Known,
+    LeaveAsked,
+    MasterReached,
+    MasterUnreachable,
+    OpenStore,
+    Order,
+    Outcome,
+    Phase,
+    Place,
+    PlaceHeard,
+    ReachMaster,
+    Removed,
+    Say,
+    Spawn,
+    SpawnFailed,
+    Status,
+    Stop,
+    StoreFailed,
+    StoreLost,
+    StoreOpened,
+    Tell,
+    TimePassed,
+    Topic,
+    Waiting,
+    WaitReason,
+    WorkerEnded,
+    WorkersGone,
+    WorkersStarted,
+)
+
+T = TypeVar("T")
+GATHERING = Waiting(reason=WaitReason.GATHERING)
+LEASE_S = 5.0
+
+
+class Node:
+    """One agent with its clock, and every order it ever gave."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.slots = slots
+        self.now = 100.0
+        self.revision = 0
+        config = Config(node_uid="n", endpoints="head:29400", stop_grace_s=30, join_timeout_s=600)
+        self.agent, self.orders = begin(config, self.now)
+        self.last = list(self.orders)
+
+    def hear(self, fact: Fact) -> list[Order]:
+        self.agent, self.last = step(self.agent, fact, self.now)
+        self.orders += self.last
+        return self.last
+
+    def place(self, status: Status, *, valid: str = "", known: int = 0, term: str = "t", **more: object) -> list[Order]:
+        self.revision += 1
+        known_ = Known(job_uid="j", round=known, round_uid=f"r{known}" if known else "")
+        place = Place(
+            term=term, revision=self.revision, job_uid="j", valid_round_uid=valid, known=known_, status=status,
+            lease_s=LEASE_S,
+        )  # fmt: skip
+        return self.hear(PlaceHeard(place=replace(place, **more)))  # type: ignore[arg-type]
+
+    def seat(self, number: int, *, master: bool = True, term: str = "t", rank: int | None = None) -> list[Order]:
+        """Deal round `number` to this node, as its first node or as its second."""
+        offer = self.agent.offer
+        group_rank = (0 if master else 1) if rank is None else rank
+        seat = Assignment(
+            round=number, round_uid=f"r{number}", group_rank=group_rank, group_size=2,
+            first_rank=group_rank * self.slots, slots=self.slots, world_size=2 * self.slots, role_first_rank=0,
+            role_world_size=4, restart_count=1, max_restarts=3, master_addr="10.0.0.1", master_port=4000,
+            master_offer_id=offer.offer_id if master and offer is not None else "of somebody else",
+        )  # fmt: skip
+        return self.place(seat, valid=f"r{number}", known=number, term=term)
+
+    def opened(self) -> list[Order]:
+        assert self.agent.offer is not None
+        return self.hear(StoreOpened(offer_id=self.agent.offer.offer_id, port=4000))
+
+    def running(self, number: int = 1) -> Node:
+        """This node, as the first of round `number` with all its workers started."""
+        if self.agent.offer is not None and self.agent.offer.port is None:
+            self.opened()
+        self.seat(number)
+        self.hear(WorkersStarted(round_uid=f"r{number}"))
+        return self
+
+    def ended(self, rank: int, code: int = 0, *, signal: int = 0, at: float | None = None) -> list[Order]:
+        return self.hear(
+            WorkerEnded(
+                round_uid=self.held.round_uid,
+                local_rank=rank,
+                exit_code=code,
+                signal=signal,
+                at=self.now if at is None else at,
+            )
+        )
+
+    def gone(self) -> list[Order]:
+        return self.hear(WorkersGone(round_uid=self.held.round_uid))
+
+    @property
+    def held(self):  # type: ignore[no-untyped-def]
+        assert self.agent.held is not None
+        return self.agent.held
+
+
+def only(orders: list[Order], kind: type[T]) -> T:
+    found = [order for order in orders if isinstance(order, kind)]
+    assert len(found) == 1, orders
+    return found[0]
+
+
+def none(orders: list[Order], *kinds: type) -> bool:
+    return not any(isinstance(order, kinds) for order in orders)
+
+
+# ------------------------------------------------------------------------------------------------ offers
+
+
+def test_a_store_is_opened_before_anybody_is_heard_and_offered_when_bound() -> None:
+    node = Node()
+    assert node.last == [OpenStore("n-1")]
+    assert standing(node.agent).offer is None
+    tell = only(node.opened(), Tell)
+    assert tell.at_once
+    assert (tell.standing.offer.offer_id, tell.standing.offer.after, tell.standing.offer.port) == ("n-1", "", 4000)  # type: ignore[union-attr]
+
+
+def test_a_latecomer_offers_anew_when_told_of_a_round_it_is_not_in() -> None:
+    node = Node()
+    node.opened()
+    orders = node.place(Waiting(reason=WaitReason.SPARE), valid="r7", known=7)
+    assert DropStore("n-1") in orders
+    assert OpenStore("n-2") in orders
+    assert standing(node.agent).offer is None
+    node.opened()
+    assert standing(node.agent).offer.after == "r7"  # type: ignore[union-attr]
+    assert none(node.place(Waiting(reason=WaitReason.SPARE), valid="", known=7), OpenStore, DropStore)
+    assert OpenStore("n-3") in node.place(Waiting(reason=WaitReason.SPARE), valid="r8", known=8)
+
+
+def test_no_offer_while_a_process_of_the_last_round_lives() -> None:
+    node = Node().running()
+    assert none(node.place(GATHERING, known=1), OpenStore)
+    node.ended(0, signal=15)
+    assert none(node.ended(1, signal=15), OpenStore)
+    assert only(node.gone(), OpenStore) == OpenStore("n-2")
+    assert node.agent.offer is not None
+    assert node.agent.offer.after == "r1"
+
+
+def test_the_store_of_a_round_lives_until_the_round_is_over_and_the_workers_gone() -> None:
+    node = Node().running()
+    node.ended(1, 3)
+    assert none(node.gone(), DropStore), "peers may still use it"
+    assert OpenStore("n-2") in node.orders
+    assert only(node.place(GATHERING, known=1), DropStore) == DropStore("n-1")
+
+
+def test_a_dealt_offer_is_dropped_by_those_who_do_not_host_the_round() -> None:
+    node = Node()
+    node.opened()
+    assert DropStore("n-1") in node.seat(1, master=False)
+    assert standing(node.agent).offer is None
+
+
+def test_a_store_that_cannot_be_opened_is_tried_again_and_given_up_in_the_end() -> None:
+    node = Node()
+    for _ in range(30):
+        assert node.agent.offer is not None
+        orders = node.hear(StoreFailed(offer_id=node.agent.offer.offer_id, text="no port free"))
+        assert wakes_at(node.agent) == node.now + 1
+        assert none(orders, OpenStore, Exit)
+        node.now += 1
+        orders = node.hear(TimePassed())
+    assert only(node.orders, Say).topic is Topic.WARN
+    assert node.agent.offer is not None
+    node.hear(StoreFailed(offer_id=node.agent.offer.offer_id, text="no port free"))
+    assert only(node.orders, Exit).code == 1
+    assert "no port free" in only(node.orders, Exit).text
+
+
+def test_a_lost_standing_store_is_replaced_under_a_new_name() -> None:
+    node = Node()
+    node.opened()
+    orders = node.hear(StoreLost(offer_id="", text="killed"))
+    assert only(orders, OpenStore) == OpenStore("n-2")
+    assert only(orders, Tell).standing.offer is None
+
+
+# ------------------------------------------------------------------------------------------------ a seat
+
+
+def test_the_host_of_the_round_starts_at_once_and_the_others_look_first() -> None:
+    host = Node()
+    host.opened()
+    assert only(host.seat(1), Spawn).assignment.round_uid == "r1"
+    peer = Node()
+    peer.opened()
+    orders = peer.seat(1, master=False)
+    assert only(orders, ReachMaster) == ReachMaster(round_uid="r1", addr="10.0.0.1", port=4000)
+    assert none(orders, Spawn)
+    assert only(orders, Tell).standing.held.alive == 0  # type: ignore[union-attr]
+    assert only(peer.hear(MasterReached(round_uid="r1")), Spawn).assignment.first_rank == 2
+    assert none(peer.hear(MasterReached(round_uid="r1")), Spawn)
+
+
+def test_an_unreachable_store_is_said_and_nothing_is_started() -> None:
+    node = Node()
+    node.opened()
+    node.seat(1, master=False)
+    orders = node.hear(MasterUnreachable(round_uid="r1", text="cannot reach 10.0.0.1:4000"))
+    held = only(orders, Tell).standing.held
+    assert held is not None
+    assert (held.phase, held.alive, held.master_unreachable) == (Phase.STOPPED, 0, True)
+    assert none(node.orders, Spawn)
+    assert OpenStore("n-2") in orders
+
+
+def test_a_host_that_has_lost_the_dealt_store_says_so() -> None:
+    node = Node()
+    node.opened()
+    node.hear(StoreLost(offer_id="n-1", text="killed"))
+    orders = node.seat(1, master=False, rank=0)
+    assert only(orders, Tell).standing.held.store_lost  # type: ignore[union-attr]
+    assert none(node.orders, Spawn)
+
+
+def test_the_same_place_again_changes_nothing() -> None:
+    node = Node().running()
+    place = node.agent.place
+    assert place is not None
+    assert node.hear(PlaceHeard(place=place)) == []
+    assert node.hear(PlaceHeard(place=replace(place, explain="round 1 runs"))) == []
+
+
+def test_an_older_place_of_the_same_term_is_ignored_and_a_new_term_is_not() -> None:
+    node = Node().running()
+    place = node.agent.place
+    assert place is not None
+    old = replace(place, revision=place.revision - 1, valid_round_uid="", status=GATHERING)
+    assert node.hear(PlaceHeard(place=old)) == []
+    assert only(node.hear(PlaceHeard(place=replace(old, term="t2", revision=1))), Stop).signal == 15
+    assert standing(node.agent).resumed
+
+
+def test_a_round_that_breaks_before_anything_was_started_starts_nothing() -> None:
+    node = Node()
+    node.opened()
+    node.seat(1, master=False)
+    orders = node.place(GATHERING, known=1)
+    assert none(orders, Stop)
+    assert node.held.phase is Phase.STOPPED
+    assert node.hear(MasterReached(round_uid="r1")) == []
+
+
+def test_the_next_round_waits_until_the_last_is_gone() -> None:
+    node = Node().running()
+    assert none(node.seat(2, master=False), ReachMaster, Spawn)
+    assert none(node.ended(0, signal=15), ReachMaster)
+    assert only(node.gone(), ReachMaster).round_uid == "r2"
+
+
+# ------------------------------------------------------------------------------------------------ the end of a round
+
+
+def test_a_failure_is_told_before_the_rest_is_stopped_and_repeated_until_the_next_round() -> None:
+    node = Node().running()
+    tell, stop = node.ended(1, 3)
+    assert isinstance(tell, Tell)
+    assert tell.at_once
+    held = tell.standing.held
+    assert held is not None
+    assert (held.phase, held.alive, held.failures[0].rank, held.failures[0].exit_code) == (Phase.FAILED, 1, 1, 3)
+    assert stop == Stop(round_uid="r1", signal=15, grace_s=30)
+    node.ended(0, signal=15)
+    assert len(node.held.failures) == 1, "it died because it was told to"
+    tell = only(node.gone(), Tell)
+    assert tell.standing.held.alive == 0  # type: ignore[union-attr]
+    node.place(GATHERING, known=1)
+    node.opened()
+    assert standing(node.agent).held.failures  # type: ignore[union-attr]
+    node.seat(2)
+    assert not standing(node.agent).held.failures  # type: ignore[union-attr]
+
+
+def test_of_two_failures_the_earlier_comes_first_whenever_it_is_heard() -> None:
+    node = Node().running()
+    node.now = 110
+    node.ended(0, 1, at=109.5)
+    node.ended(1, 7, at=109.4)
+    assert [f.exit_code for f in node.held.failures] == [7, 1]
+
+
+def test_a_failure_just_before_an_ordered_stop_is_still_a_failure() -> None:
+    node = Node().running()
+    node.now = 110
+    node.place(GATHERING, known=1)
+    node.ended(0, 1, at=109.9)
+    assert node.held.phase is Phase.FAILED
+    node.ended(1, 1, at=110.1)
+    assert len(node.held.failures) == 1
+
+
+def test_exit_0_after_an_ordered_stop_is_no_success() -> None:
+    node = Node().running()
+    node.place(GATHERING, known=1)
+    node.ended(0)
+    node.ended(1)
+    node.gone()
+    assert node.held.phase is Phase.STOPPED
+
+
+def test_long_texts_are_cut_between_characters_and_the_cut_is_said() -> None:
+    node = Node().running()
+    text = "first line\n" + "ü" * 1_000_000 + "\nValueError: last line"
+    node.hear(WorkerEnded(round_uid="r1", local_rank=0, exit_code=1, signal=0, at=node.now, text=text))
+    cut = node.held.failures[0].text
+    assert len(cut.encode()) <= 8192
+    assert cut.startswith("first line")
+    assert cut.endswith("ValueError: last line")
+    assert "bytes cut" in cut
+
+
+def test_only_the_first_failures_are_told() -> None:
+    node = Node(slots=64).running()
+    for rank in range(64):
+        node.ended(rank, 1, at=99.0 + rank / 100)
+    assert [f.local_rank for f in node.held.failures] == list(range(8))
+
+
+def test_a_worker_that_cannot_be_started_is_a_failure() -> None:
+    node = Node()
+    node.opened()
+    node.seat(1)
+    orders = node.hear(SpawnFailed(round_uid="r1", local_rank=1, text="exec: no such file"))
+    assert only(orders, Stop).round_uid == "r1"
+    assert node.held.failures[0].kind == "spawn"
+
+
+def test_a_lost_store_of_a_running_round_stops_it_and_is_said() -> None:
+    node = Node().running()
+    orders = node.hear(StoreLost(offer_id="", text="killed"))
+    assert only(orders, Tell).standing.held.store_lost  # type: ignore[union-attr]
+    only(orders, Stop)
+
+
+def test_a_done_node_keeps_its_store_and_runs_again_when_others_break_the_round() -> None:
+    node = Node().running()
+    node.ended(0)
+    orders = node.ended(1)
+    assert only(orders, Tell).standing.held.phase is Phase.SUCCEEDED  # type: ignore[union-attr]
+    assert none(node.gone(), DropStore, OpenStore, Exit)
+    orders = node.place(GATHERING, known=1)
+    assert DropStore("n-1") in orders
+    assert OpenStore("n-2") in orders
+    node.opened()
+    only(node.seat(2), Spawn)
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+def test_the_outcome_is_echoed_and_the_node_goes_when_it_may() -> None:
+    node = Node().running()
+    node.ended(0)
+    node.ended(1)
+    node.gone()
+    success = Ended(outcome=Outcome.SUCCEEDED, exit_code=0)
+    orders = node.place(success, known=1)
+    assert only(orders, Tell).standing.outcome_seen == "j"
+    assert none(orders, Exit)
+    assert wakes_at(node.agent) == node.now + LEASE_S
+    assert only(node.place(replace(success, may_exit=True), known=1), Exit).code == 0
+    assert node.hear(TimePassed()) == []
+
+
+def test_an_outcome_is_obeyed_after_a_lease_without_word() -> None:
+    node = Node().running()
+    cause = Cause(kind="worker failed", text="rank 3 failed")
+    node.place(Ended(outcome=Outcome.FAILED, exit_code=9, cause=cause), known=1)
+    node.gone()
+    node.now += LEASE_S
+    exit_ = only(node.hear(TimePassed()), Exit)
+    assert (exit_.code, exit_.cause) == (9, cause)
+
+
+def test_a_removed_node_stops_and_says_by_whom() -> None:
+    node = Node().running()
+    only(node.place(Removed(by="operator", reason="maintenance", exit_code=1)), Stop)
+    exit_ = only(node.gone(), Exit)
+    assert exit_.code == 1
+    assert "operator" in exit_.text
+    assert "maintenance" in exit_.text
+
+
+def test_a_signal_stops_with_that_signal_leaves_and_a_second_one_hurries() -> None:
+    node = Node().running()
+    orders = node.hear(LeaveAsked(signal=2, reason="SIGINT"))
+    assert only(orders, Tell).standing.leaving == "SIGINT"
+    assert only(orders, Stop).signal == 2
+    assert node.hear(LeaveAsked(signal=2, reason="SIGINT")) == [Hurry()]
+    node.place(Removed(by="itself", reason="left", exit_code=0))
+    exit_ = only(node.gone(), Exit)
+    assert exit_.code == 130
+    assert exit_.flush_s > 0
+
+
+def test_a_done_node_that_is_terminated_leaves() -> None:
+    node = Node().running()
+    node.ended(0)
+    node.ended(1)
+    node.gone()
+    orders = node.hear(LeaveAsked(signal=15, reason="SIGTERM"))
+    assert only(orders, Tell).standing.held.phase is Phase.SUCCEEDED  # type: ignore[union-attr]
+    assert only(orders, Exit).code == 143
+
+
+def test_a_refused_node_says_the_words_of_the_daemon() -> None:
+    node = Node()
+    exit_ = only(node.hear(DaemonRefused(text="nnodes 1:4 here, 2:2 there")), Exit)
+    assert exit_.code == 1
+    assert "nnodes 1:4 here, 2:2 there" in exit_.text
+
+
+# ------------------------------------------------------------------------------------------------ without a daemon
+
+
+def test_nobody_answers_until_the_join_timeout() -> None:
+    node = Node()
+    assert wakes_at(node.agent) == 700
+    node.now += 10
+    assert only(node.hear(DaemonAway(text="connection refused")), Say).topic is Topic.WAIT
+    node.now = 700.0
+    exit_ = only(node.hear(TimePassed()), Exit)
+    assert exit_.code == 1
+    for word in ("head:29400", "600 s", "connection refused", "firewall"):
+        assert word in exit_.text
+
+
+def test_training_goes_on_without_a_daemon_and_both_ends_of_it_are_said_once() -> None:
+    node = Node().running()
+    assert none(node.hear(DaemonAway(text="stream broke")), Say), "it may be back at once"
+    node.now += 5
+    assert only(node.hear(DaemonAway(text="stream broke")), Say).topic is Topic.WARN
+    node.now += 5000
+    assert node.hear(DaemonAway(text="stream broke")) == []
+    assert wakes_at(node.agent) is None
+    assert only(node.seat(1), Say).topic is Topic.NEWS
+    assert none(node.orders, Stop, Exit)
+
+
+def test_a_node_without_a_daemon_whose_workers_fail_ends_with_their_code() -> None:
+    node = Node().running()
+    node.hear(DaemonAway(text="stream broke"))
+    node.now += 5000
+    node.ended(0, 0, signal=9)
+    node.gone()
+    assert wakes_at(node.agent) == node.now + 600
+    node.now += 600
+    assert only(node.hear(TimePassed()), Exit).code == 137
+
+
+def test_a_done_node_without_a_daemon_ends_well() -> None:
+    node = Node().running()
+    node.hear(DaemonAway(text="stream broke"))
+    node.now += 5000
+    node.ended(0)
+    node.ended(1)
+    node.gone()
+    node.now += 60
+    assert only(node.hear(TimePassed()), Exit).code == 0
+
+
+def test_agent_is_a_value() -> None:
+    node = Node()
+    before = node.agent
+    node.opened()
+    assert before.offer is not None
+    assert before.offer.port is None
+    assert isinstance(before, Agent)
