@@ -31,6 +31,7 @@ METHOD = "/rendezvousd.v1.Rendezvous/Join"
 HEARTBEAT_S = 1.0  # until a place says otherwise
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 1.0  # until a place says otherwise
+RETRY_GROWTHS_MAX = 20  # by then the delay is over ten minutes; a power without a bound overflows one day
 CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
 # From opening a stream to the first place. A daemon that 10,000 nodes storm at once takes 4 to 5 s.
 FIRST_PLACE_S = 10.0
@@ -140,11 +141,14 @@ class Session:
                 self._on_refused(str(refused))
                 return
             except (OSError, _Left) as error:
+                if _cancelled():  # a task group whose tasks fail while it is cancelled tells only of their failures
+                    raise asyncio.CancelledError from None
                 self._on_away(f"{endpoint}: {error}")
             failed = 0 if self._attended else failed + 1
             turn += 1
             rounds = failed // len(self._endpoints)  # trying each endpoint once is not being impatient
-            await asyncio.sleep(random.uniform(0.1, 1.0) * min(self._retry_max_s, RETRY_MIN_S * 1.5**rounds))
+            delay_s = RETRY_MIN_S * 1.5 ** min(rounds, RETRY_GROWTHS_MAX)
+            await asyncio.sleep(random.uniform(0.1, 1.0) * min(self._retry_max_s, delay_s))
 
     # -------------------------------------------------------------------------------------------- one stream
 
@@ -261,6 +265,11 @@ class Session:
             state.spec.CopyFrom(self._identity.spec)
             state.uptime_ms = max(0, round((now - self._began_at) * 1000))
         return state.SerializeToString(deterministic=True)
+
+
+def _cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _within(seconds: float, reading: Any) -> Any:

@@ -37,3 +37,15 @@ class RoundOver(Refusal):
 
 class StoreLost(Refusal):
     """What the store held was lost since this generation was handed out."""
+
+
+class WrongKind(Refusal):
+    """The value is there and is not of the kind that this call works on."""
+
+
+class WaitTimedOut(Refusal):
+    """What the call waited for did not come in the time it gave."""
+
+
+class QueueEmpty(Refusal):
+    """The queue has nothing in it, and the call would not wait."""

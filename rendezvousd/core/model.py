@@ -304,6 +304,7 @@ class Job:
     gone: Map[NodeUid, Departure] = Map()
     departures: int = 0
     round: Round | None = None  # the last one sealed here
+    last_cause: Cause | None = None  # why the round before that broke
     known: Known = Known()
     calm: Calm = Calm()
     ending: Ending | None = None

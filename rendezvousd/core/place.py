@@ -67,13 +67,11 @@ def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
 def urgent(job: Job) -> object:
     """Return a value that differs whenever all nodes must be told at once.
 
-    What is not in it (a countdown, the explanation) rides on the next answer to a heartbeat.
+    What is not in it (a countdown, the explanation, a verdict) rides on the next answer to a heartbeat.
     """
-    round_ = job.round
     return (
         job.uid,
         valid_round_uid(job),
-        job.known,
-        round_ is not None and round_.final,
+        job.known.round_uid,
         job.ending,
     )

@@ -85,6 +85,8 @@ class Renderer:
         )
         if round_ is not None and round_.cause is not None:
             message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))
+        elif job.last_cause is not None:
+            message.break_cause.CopyFrom(cause_pb(job.last_cause, final=True))
         data = message.SerializeToString()
         self._common[job.run_id] = (job, room.revision, now + COMMON_FRESH_S, data)
         return data
@@ -111,6 +113,7 @@ class JoinStream:
         self._writer: asyncio.Task[None] | None = None
         self._wanted = False
         self._refused = ""
+        self._over = False
         self._last = b""  # the last message without its seq
         self._seq = bytes(SEQ_BYTES)
         self._row: Attendance | None = None
@@ -121,20 +124,29 @@ class JoinStream:
 
     async def serve(self) -> None:
         """Read until the stream ends. Raises BadRequest."""
-        try:
-            while (data := await self._context.read()) is not grpc.aio.EOF:
-                if data[:-SEQ_BYTES] == self._last and self._row is not None:
-                    self._seq = data[-SEQ_BYTES:]
-                    if self._engine.heartbeat(self._row, self):
-                        self.notify()
-                        continue
-                self._news(data)
-        finally:
-            if self._row is not None:
-                self._engine.stream_ended(self._row, self)
-            self._renderer.forget(self.run_id, self.uid)
-            if self._writer is not None:
-                self._writer.cancel()
+        while (data := await self._context.read()) is not grpc.aio.EOF:
+            if data[:-SEQ_BYTES] == self._last and self._row is not None:
+                self._seq = data[-SEQ_BYTES:]
+                if self._engine.heartbeat(self._row, self):
+                    self.notify()
+                    continue
+            self._news(data)
+
+    def end(self) -> None:
+        """Let go of everything; the stream is over."""
+        if self._row is not None:
+            self._engine.stream_ended(self._row, self)
+        self._renderer.forget(self.run_id, self.uid)
+        if self._writer is not None:
+            self._writer.cancel()
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        """End the stream with a status, after what is being written. Always raises."""
+        self._over = True
+        if self._writer is not None and not self._writer.done():
+            # a status while a message is under way is one operation too many for the C core
+            await asyncio.wait((self._writer,), timeout=CLOSE_S / 2)
+        await self._context.abort(code, text)
 
     def _news(self, data: bytes) -> None:
         try:
@@ -161,6 +173,8 @@ class JoinStream:
 
     def notify(self) -> None:
         """Tell the node its place, as it is when the stream can take it."""
+        if self._over:
+            return
         self._wanted = True
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write())
@@ -207,12 +221,13 @@ class RendezvousStreams:
         try:
             await stream.serve()
         except BadRequest as refusal:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
+            await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is shutting down")
+            await stream.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is shutting down")
         finally:
+            stream.end()
             self._open.discard(task)
 
     async def close(self) -> None:

@@ -19,7 +19,14 @@ CODES: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.BadRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RoundOver: grpc.StatusCode.ABORTED,
     errors.StoreLost: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WrongKind: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WaitTimedOut: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.QueueEmpty: grpc.StatusCode.NOT_FOUND,
 }
+
+# Trailing metadata with the refusal's name: several share a code (a store that was lost, a value that is no number),
+# and a program should not have to read the text.
+REFUSAL_KEY = "refusal"
 
 
 @contextlib.asynccontextmanager
@@ -28,4 +35,5 @@ async def refusals(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
     try:
         yield
     except errors.Refusal as refusal:
-        await context.abort(CODES[type(refusal)], str(refusal))
+        name = type(refusal).__name__
+        await context.abort(CODES[type(refusal)], str(refusal), ((REFUSAL_KEY, name),))

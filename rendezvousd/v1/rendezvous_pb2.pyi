@@ -692,7 +692,9 @@ class Place(google.protobuf.message.Message):
     def known(self) -> global___Known: ...
     @property
     def break_cause(self) -> global___BreakCause:
-        """why the last round broke; absent while it runs"""
+        """Why the latest round that broke did so, as far as is known (see `final`). While a round runs this is about the one
+        before it; absent if none ever broke.
+        """
 
     @property
     def assigned(self) -> global___Assigned: ...

@@ -1,8 +1,9 @@
-"""`python -m tests.bench`: how fast we are, against the peers, in the same run."""
+"""How fast we are, against the peers, in the same run."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for. 0; 1 if something could not be measured."""
     options = parse(arguments)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.default_int_handler)  # so that what was started is cleared away in both cases
     names = [*scenarios.BENCHES, "scale"] if "all" in options.names else list(dict.fromkeys(options.names))
     cases: list[Case] = []
     tables: dict[str, object] = {}
@@ -85,4 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -50,7 +50,13 @@ class Stage:
 
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)  # those of them that have workers
     _logs: dict[int, Path] = field(default_factory=dict)
+
+    def launch(self, name: str, command: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """As `start`, for a launcher whose workers write to `events_file`."""
+        self.launchers.append(self.start(name, command, env))
+        return self.launchers[-1]
 
     @property
     def events_file(self) -> Path:
@@ -95,8 +101,14 @@ class Stage:
         return min(whole, default=None)
 
     def wait_for_world(self, size: int, since: float, bound_s: float) -> float | None:
-        """As `world_formed`, waiting for it; None if it takes more than `bound_s` or a launcher ends by itself."""
-        return wait_for(lambda: self.world_formed(size, since), bound_s, self._nobody_runs)
+        """As `world_formed`, waiting for it; None if it takes more than `bound_s` or no launcher is left to wait for.
+
+        A launcher that gives up is a result, and a strange one: what it said goes to stderr.
+        """
+        formed_at = wait_for(lambda: self.world_formed(size, since), bound_s, self._nobody_runs)
+        if formed_at is None and self._nobody_runs():
+            print(f"all launchers have ended\n{self.log_tails()}", file=sys.stderr)
+        return formed_at
 
     def need_world(self, size: int, since: float, bound_s: float = 180.0) -> float:
         """As `wait_for_world`, where going on without makes no sense. Raises BenchFailed with the logs' ends."""
@@ -134,7 +146,7 @@ class Stage:
         psutil.wait_procs(list(doomed.values()), timeout=10)
 
     def _nobody_runs(self) -> bool:
-        return all(process.poll() is not None for process in self.processes)
+        return all(process.poll() is not None for process in self.launchers)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Case:
         print(f"    {side:<16} {self._say(value)}", flush=True)
 
     def median(self, side: str) -> float:
-        """The median, in which "not within the bound" counts as infinitely long."""
+        """The median, in which "never" counts as infinitely long."""
         return median(self.values[side])
 
     def lines(self) -> list[str]:
@@ -43,7 +43,7 @@ class Case:
             middle = self.median(side)
             said = self._say(middle if math.isfinite(middle) else None)
             ratio = "" if side == PEER or PEER not in self.values else f"  {self._ratio(side)}"
-            lines.append(f"  {side:<16} median {said:<10}{ratio}  [{', '.join(map(self._say, values))}]")
+            lines.append(f"  {side:<16} median {said:<20}{ratio}  [{', '.join(map(self._say, values))}]")
         return lines
 
     def _ratio(self, side: str) -> str:
@@ -56,7 +56,7 @@ class Case:
 
     def _say(self, value: Value) -> str:
         if value is None:
-            return f"not within {self.bound:g} {self.unit}"
+            return f"never (bound {self.bound:g} {self.unit})"
         return f"{value:.3f} {self.unit}"
 
 

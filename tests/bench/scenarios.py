@@ -46,7 +46,7 @@ def node_loss(side: Side, scene: Stage) -> float | None:
     A worker of torchrun survives its agent, so it is killed as well: that is how a host dies.
     """
     _form(side, scene, 3, "2:3", 1)
-    launcher = psutil.Process(scene.processes[-1].pid)
+    launcher = psutil.Process(scene.launchers[-1].pid)
     orphans = launcher.children(recursive=True) if side.orphans else []
     killed_at = sigkill(launcher.pid)
     for orphan in orphans:

@@ -60,7 +60,7 @@ class Torchrun:
 
     def _start(self, scene: Stage, index: int, *options: str) -> subprocess.Popen[bytes]:
         command = [command_path("torchrun"), *options, f"--max-restarts={MAX_RESTARTS}"]
-        return scene.start(
+        return scene.launch(
             f"torchrun-{index}",
             [*command, str(PROBE), str(scene.events_file)],
             {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -101,4 +101,4 @@ class Ours:
 
     def _start(self, scene: Stage, index: int, *options: str) -> subprocess.Popen[bytes]:
         command = [command_path("rdzvrun"), *options, f"--max-restarts={MAX_RESTARTS}"]
-        return scene.start(f"rdzvrun-{index}", [*command, str(PROBE), str(scene.events_file)])
+        return scene.launch(f"rdzvrun-{index}", [*command, str(PROBE), str(scene.events_file)])

@@ -175,6 +175,19 @@ def test_a_worker_may_end_in_its_own_way_within_the_grace(tmp_path: Path) -> Non
     asyncio.run(story())
 
 
+def test_a_stopped_worker_still_gets_to_obey() -> None:
+    async def story() -> None:
+        async with node() as n:
+            await n.supervisor.spawn("r1", [n.worker(0, "sleep", "3600")])
+            pid = n.supervisor.pids()[0]
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: state(pid) == "T", "the worker is stopped")
+            assert await n.supervisor.stop(grace_s=HOUR_S) == 0
+            assert (await n.fact(WorkerEnded)).signal == signal.SIGTERM
+
+    asyncio.run(story())
+
+
 def test_hurry_ends_the_grace() -> None:
     async def story() -> None:
         async with node() as n:

@@ -225,13 +225,13 @@ def test_the_digest_tells_programs_apart() -> None:
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "a", "1:", ":1", "-1", "", "1.5", "0:1", "1_0", "9" * 30])
+@pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "a", "1:", ":1", "-1", "", "1.5", "0:1", "1_0", "9" * 5000])
 def test_bad_numbers_of_nodes(text: str) -> None:
     assert f"--nnodes={text}: " in refusal(f"--nnodes={text}")
     assert "expected" in refusal("--nnodes", text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "two", "gpus", "cuda", "\u0663", "9" * 30])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "two", "gpus", "cuda", "\u0663", "9" * 5000])
 def test_bad_numbers_of_workers(text: str) -> None:
     assert f"--nproc-per-node={text}: expected" in refusal(f"--nproc-per-node={text}")
 

@@ -74,7 +74,8 @@ def _seal(job: Job, now: float) -> Job:
         admitted=last is not None and any(n.uid not in last.index for n in newcomers),
     )
     known = replace(job.known, round=number, round_uid=round_.uid, group_size=len(seats))
-    job = replace(job, round=round_, known=known, enough_at=None, short_at=None, waiting_at=None)
+    cause = last.cause if last is not None else None
+    job = replace(job, round=round_, last_cause=cause, known=known, enough_at=None, short_at=None, waiting_at=None)
     return restance(job, now)
 
 

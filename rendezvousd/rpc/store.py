@@ -1,0 +1,286 @@
+"""The Store service: namespaces of keys, made when first spoken of and gone with the round or job they belong to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import grpc
+
+from rendezvousd.core.errors import QueueEmpty, Refusal, RoundOver, WaitTimedOut
+from rendezvousd.core.kv import DEFAULT_LIMITS, KvLimits, Namespace, shown
+from rendezvousd.rpc.status import refusals
+from rendezvousd.rpc.waiters import Waiters
+from rendezvousd.v1 import store_pb2 as pb
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "rendezvousd.v1.Store"
+
+_ROUND_OVER = RoundOver("the round is over: its store is gone, and what waited in it will not come")
+_JOB_OVER = RoundOver("the job is over: its store is gone, and what waited in it will not come")
+
+
+class Scopes(Protocol):
+    """Knows which jobs and rounds there are."""
+
+    def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
+        """Let a call through whose job is there and whose round, if it names one, runs. Raises NoSuchJob, RoundOver or
+        StoreLost."""
+
+
+class StoreCounts(NamedTuple):
+    """What the daemon holds for all jobs together."""
+
+    namespaces: int
+    keys: int
+    bytes_held: int
+    waiters: int
+
+
+@dataclass(eq=False, slots=True)
+class _Space:
+    """One namespace and who waits in it."""
+
+    kv: Namespace
+    changed: Waiters = field(default_factory=Waiters)  # for a key to be there, or to change
+    pushed: Waiters = field(default_factory=Waiters)  # for an item of a queue
+
+    def end(self, why: Refusal) -> None:
+        self.changed.end(why)
+        self.pushed.end(why)
+
+
+class StoreService:
+    """All namespaces of this daemon. Everything here belongs to one event loop."""
+
+    def __init__(self, scopes: Scopes, limits: KvLimits = DEFAULT_LIMITS) -> None:
+        self._scopes = scopes
+        self._limits = limits
+        self._spaces: dict[tuple[str, str], _Space] = {}  # by job uid and round uid, empty for the job's own
+        self._closed: Refusal | None = None
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the service as a gRPC server takes it."""
+
+        def unary(method: Callable[..., Awaitable[Any]], request: Any, reply: Any) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(method, request.FromString, reply.SerializeToString)
+
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Set": unary(self.Set, pb.SetRequest, pb.SetReply),
+                "Get": unary(self.Get, pb.GetRequest, pb.GetReply),
+                "Wait": unary(self.Wait, pb.WaitRequest, pb.WaitReply),
+                "Check": unary(self.Check, pb.CheckRequest, pb.CheckReply),
+                "Add": unary(self.Add, pb.AddRequest, pb.AddReply),
+                "CompareSet": unary(self.CompareSet, pb.CompareSetRequest, pb.CompareSetReply),
+                "Append": unary(self.Append, pb.AppendRequest, pb.AppendReply),
+                "Delete": unary(self.Delete, pb.DeleteRequest, pb.DeleteReply),
+                "NumKeys": unary(self.NumKeys, pb.NumKeysRequest, pb.NumKeysReply),
+                "MultiGet": unary(self.MultiGet, pb.MultiGetRequest, pb.MultiGetReply),
+                "MultiSet": unary(self.MultiSet, pb.MultiSetRequest, pb.MultiSetReply),
+                "QueuePush": unary(self.QueuePush, pb.QueuePushRequest, pb.QueuePushReply),
+                "QueuePop": unary(self.QueuePop, pb.QueuePopRequest, pb.QueuePopReply),
+                "QueueLen": unary(self.QueueLen, pb.QueueLenRequest, pb.QueueLenReply),
+                "Watch": grpc.unary_stream_rpc_method_handler(
+                    self.Watch, pb.WatchRequest.FromString, pb.WatchReply.SerializeToString
+                ),
+            },
+        )
+
+    # ---------------------------------------------------------------------------------------------------- its life
+
+    def round_over(self, round_uid: str) -> None:
+        """Drop a round's namespace; all who wait in it are told that the round is over."""
+        self._end((name for name in self._spaces if round_uid and name[1] == round_uid), _ROUND_OVER)
+
+    def job_gone(self, job_uid: str) -> None:
+        """Drop a job's namespaces, those of its rounds included; all who wait in them are told."""
+        self._end((name for name in self._spaces if name[0] == job_uid), _JOB_OVER)
+
+    def close(self, why: Refusal) -> None:
+        """Drop everything, and refuse every call, waiting or to come: this daemon no longer attends any job."""
+        self._closed = why
+        self._end(self._spaces, why)
+
+    def counts(self) -> StoreCounts:
+        spaces = self._spaces.values()
+        return StoreCounts(
+            namespaces=len(spaces),
+            keys=sum(space.kv.num_keys() for space in spaces),
+            bytes_held=sum(space.kv.bytes_held for space in spaces),
+            waiters=sum(len(space.changed) + len(space.pushed) for space in spaces),
+        )
+
+    def _end(self, names: Iterable[tuple[str, str]], why: Refusal) -> None:
+        for name in list(names):
+            self._spaces.pop(name).end(why)
+
+    def _space(self, scope: pb.Scope) -> _Space:
+        """Return the namespace of a scope that exists. Raises a Refusal for others, so that a late call makes none."""
+        if self._closed is not None:
+            raise type(self._closed)(*self._closed.args)
+        self._scopes.check(scope.run_id, scope.job_uid, scope.round_uid, scope.generation)
+        name = (scope.job_uid, scope.round_uid)
+        space = self._spaces.get(name)
+        if space is None:
+            space = self._spaces[name] = _Space(Namespace(self._limits))
+        return space
+
+    # ---------------------------------------------------------------------------------------------------- the calls
+
+    async def Set(self, request: pb.SetRequest, context: Context) -> pb.SetReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            space.kv.set(request.key, request.value)
+            space.changed.wake(request.key)
+        return pb.SetReply()
+
+    async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            value = space.kv.get(request.key)
+            if value is None:
+                (value,) = await _values(space, (request.key,), request.timeout_ms)
+        return pb.GetReply(value=value)
+
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            await _all_there(space, request.keys, space.kv.present, request.timeout_ms)
+        return pb.WaitReply()
+
+    async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckReply:
+        async with refusals(context):
+            present = self._space(request.scope).kv.present
+            return pb.CheckReply(all_present=all(map(present, request.keys)))
+
+    async def Add(self, request: pb.AddRequest, context: Context) -> pb.AddReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            total = space.kv.add(request.key, request.amount, request.op_id)
+            space.changed.wake(request.key)
+        return pb.AddReply(sum=total)
+
+    async def CompareSet(self, request: pb.CompareSetRequest, context: Context) -> pb.CompareSetReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            value = space.kv.compare_set(request.key, request.expected, request.desired)
+            space.changed.wake(request.key)
+        return pb.CompareSetReply(value=value)
+
+    async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            space.kv.append(request.key, request.value, request.op_id)
+            space.changed.wake(request.key)
+        return pb.AppendReply()
+
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            deleted = space.kv.delete(request.key)
+            space.changed.wake(request.key)
+        return pb.DeleteReply(deleted=deleted)
+
+    async def NumKeys(self, request: pb.NumKeysRequest, context: Context) -> pb.NumKeysReply:
+        async with refusals(context):
+            return pb.NumKeysReply(keys=self._space(request.scope).kv.num_keys())
+
+    async def MultiGet(self, request: pb.MultiGetRequest, context: Context) -> pb.MultiGetReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            return pb.MultiGetReply(values=await _values(space, request.keys, request.timeout_ms))
+
+    async def MultiSet(self, request: pb.MultiSetRequest, context: Context) -> pb.MultiSetReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            space.kv.multi_set(request.keys, request.values)
+            for key in request.keys:
+                space.changed.wake(key)
+        return pb.MultiSetReply()
+
+    async def QueuePush(self, request: pb.QueuePushRequest, context: Context) -> pb.QueuePushReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            space.kv.queue_push(request.key, request.value, request.op_id)
+            space.changed.wake(request.key)
+            space.pushed.wake_first(request.key)
+        return pb.QueuePushReply()
+
+    async def QueuePop(self, request: pb.QueuePopRequest, context: Context) -> pb.QueuePopReply:
+        async with refusals(context):
+            space = self._space(request.scope)
+            value = space.kv.queue_pop(request.key, request.op_id)
+            if value is None and not request.block:
+                raise QueueEmpty(f"the queue {shown(request.key)} is empty")
+            if value is None:
+                value = await _pop(space, request.key, request.op_id, request.timeout_ms)
+        return pb.QueuePopReply(value=value)
+
+    async def QueueLen(self, request: pb.QueueLenRequest, context: Context) -> pb.QueueLenReply:
+        async with refusals(context):
+            return pb.QueueLenReply(length=self._space(request.scope).kv.queue_len(request.key))
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
+        async with refusals(context):
+            space, key = self._space(request.scope), request.key
+            told = 0
+            while True:
+                version = space.kv.version(key)
+                if version == told:
+                    await space.changed.wait(key)
+                    continue
+                told = version
+                # A slow reader holds this up; what happens meanwhile is skipped but for the last.
+                await context.write(pb.WatchReply(present=version != 0, value=space.kv.get(key) or b""))
+
+
+async def _values(space: _Space, keys: Sequence[str], timeout_ms: int) -> list[bytes]:
+    """Return the values of all keys, as soon as each has one. Raises WaitTimedOut, and what ends the namespace."""
+    await _all_there(space, keys, space.kv.version, timeout_ms)
+    return space.kv.multi_get(keys)
+
+
+async def _all_there(space: _Space, keys: Sequence[str], there: Callable[[str], object], timeout_ms: int) -> None:
+    """Return when all keys are there at the same time. Raises WaitTimedOut, and what ends the namespace."""
+    if all(map(there, keys)):
+        return
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            while not all(map(there, keys)):
+                # One key after the other: a caller waits in one line at a time, however many keys it names.
+                for key in keys:
+                    while not there(key):
+                        await space.changed.wait(key)
+    except TimeoutError:
+        missing = [key for key in keys if not there(key)]
+        if missing:  # else they came in the very moment
+            raise WaitTimedOut(_not_there(missing, len(keys), timeout_ms)) from None
+
+
+async def _pop(space: _Space, key: str, op_id: str, timeout_ms: int) -> bytes:
+    """Return the next item of an empty queue. Raises WaitTimedOut, and what ends the namespace."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            while (value := space.kv.queue_pop(key, op_id)) is None:
+                await space.pushed.wait(key, op_id)
+    except TimeoutError:
+        raise WaitTimedOut(f"the queue {shown(key)} stayed empty for {timeout_ms} ms") from None
+    finally:
+        # Whoever was woken and left without an item, or leaves some, wakes the next; a retry of this call, which must
+        # return the same, may have come meanwhile.
+        if space.kv.queue_len(key):
+            space.pushed.wake_first(key)
+        if op_id:
+            space.pushed.wake_tagged(key, op_id)
+    return value
+
+
+def _not_there(missing: Sequence[str], asked: int, timeout_ms: int) -> str:
+    names = ", ".join(map(shown, missing[:3])) + (", ..." if len(missing) > 3 else "")
+    of = f" (of {asked} keys {len(missing)} are missing)" if asked > 1 else ""
+    return f"not set within {timeout_ms} ms: {names}{of}"
