@@ -18,6 +18,9 @@ import grpc
 
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError
+from rendezvousd.core.errors import NotLeader
+from rendezvousd.core.kv import KvLimits
+from rendezvousd.core.settings import Limits
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.admin import Admin
 from rendezvousd.rpc.rendezvous import RendezvousStreams
@@ -55,7 +58,7 @@ async def running(config: Config) -> AsyncIterator[list[Address]]:
     """Run a daemon in this scope; yields the addresses it listens on."""
     engine = Engine(MemoryBackend(), config.timing, config.limits)
     streams, health = RendezvousStreams(engine), Health()
-    store = StoreService(engine, config.limits)
+    store = StoreService(engine, _store_limits(config.limits))
     engine.add_namespaces(store)
     server = grpc.aio.server(options=server_options(config.limits))
     server.add_generic_rpc_handlers((rendezvous_handler(streams, Admin(engine)), store.handler()))
@@ -72,8 +75,18 @@ async def running(config: Config) -> AsyncIterator[list[Address]]:
             await health.set(serving=False)
             for task in tasks:
                 task.cancel()  # a closing daemon judges nobody
+            store.close(NotLeader("the daemon is shutting down"))
             await streams.close()
             await server.stop(STOP_GRACE_S)
+
+
+def _store_limits(limits: Limits) -> KvLimits:
+    return KvLimits(
+        key_bytes=limits.store_key_bytes,
+        value_bytes=limits.store_value_bytes,
+        keys=limits.store_keys,
+        total_bytes=limits.store_bytes,
+    )
 
 
 def announce(config: Config, addresses: list[Address]) -> None:

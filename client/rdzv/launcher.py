@@ -110,6 +110,7 @@ class Launcher:
         if self._own_daemon is not None:
             own = self._tasks.create_task(self._own_daemon.start(self._supervisor))
             await asyncio.sleep(0)
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells users of every connection that a peer closes
         from rdzv.convert import identity
         from rdzv.session import Session
 

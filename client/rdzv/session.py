@@ -141,8 +141,6 @@ class Session:
                 self._on_refused(str(refused))
                 return
             except (OSError, _Left) as error:
-                if _cancelled():  # a task group whose tasks fail while it is cancelled tells only of their failures
-                    raise asyncio.CancelledError from None
                 self._on_away(f"{endpoint}: {error}")
             failed = 0 if self._attended else failed + 1
             turn += 1
@@ -159,19 +157,21 @@ class Session:
         call = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
         self._stream_no += 1
         self._open, self._seq, self._body, self._ages, self._sent = True, 0, None, {}, (-1, 0)
+        # Not a task group: one whose task fails while it is being cancelled forgets that it was.
+        writing = asyncio.create_task(self._write(call))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write(call))
-                tasks.create_task(self._read(call, channel))
-        except* (_Left, _Refused) as group:
-            raise _first(group) from None
+            await self._read(call, channel)
         finally:
             self._open = False
             call.cancel()
+            writing.cancel()
             await self._note_progress()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await channel.close()
+            await asyncio.wait([writing])
+            if not writing.cancelled():
+                writing.result()  # a bug is to be loud
 
     async def _find_address(self, endpoint: Endpoint) -> None:
         if self._given_address is not None:
@@ -267,11 +267,6 @@ class Session:
         return state.SerializeToString(deterministic=True)
 
 
-def _cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 async def _within(seconds: float, reading: Any) -> Any:
     try:
         async with asyncio.timeout(seconds):
@@ -287,16 +282,3 @@ def _end(error: Any) -> _Left | _Refused:
     if error.code() in FINAL:
         return _Refused(text)
     return _Left(text)
-
-
-def _first(group: BaseExceptionGroup[_Left | _Refused]) -> BaseException:
-    """Return one exception of a group; a refusal says more than that the stream is over."""
-    found: list[BaseException] = []
-    rest: list[BaseException] = [group]
-    while rest:
-        error = rest.pop()
-        if isinstance(error, BaseExceptionGroup):
-            rest.extend(error.exceptions)
-        else:
-            found.append(error)
-    return next((error for error in found if isinstance(error, _Refused)), found[0])

@@ -1,0 +1,165 @@
+"""Calls of the daemon's Store service, from any thread and from forked children: tried again, at each endpoint in turn,
+until they are answered or out of time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from rdzv.endpoints import Endpoint, grpc_target
+from rendezvousd.v1 import store_pb2 as pb
+
+Reply = TypeVar("Reply")
+
+SERVICE = "rendezvousd.v1.Store"
+# A daemon that holds its peace for so long over a call that waits for nothing is as good as away.
+ATTEMPT_S = 10.0
+# A call with less time than this would fail on a busy machine that has the answer ready.
+ATTEMPT_MIN_S = 1.0
+# From the end of a wait, which the daemon announces, to the arrival of the news.
+NEWS_S = 5.0
+# One call waits so long at most; then it is made again. The wire has 32 bits of milliseconds.
+WAIT_MAX_S = 3600.0
+RETRY_MIN_S = 0.1
+RETRY_MAX_S = 1.0
+CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
+REFUSAL_KEY = "refusal"  # trailing metadata of the daemon's refusals: the kind, where several share a code
+LAST_SAID_MAX = 300  # characters of gRPC's own error texts, which quote whole addresses and paths
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web is not for a cluster's own network
+    ("grpc.use_local_subchannel_pool", 1),  # a forked child must not meet its parent's connections
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),  # gRPC's name for the time a connect may take
+    ("grpc.keepalive_time_ms", 5000),  # a dead host is noticed in a few seconds while a call waits
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),  # without it a frozen peer is found after a minute only
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_send_message_length", -1),  # the daemon knows its limits, and says so
+    ("grpc.max_receive_message_length", -1),
+)
+
+# The daemon is away, or not the one that leads. INTERNAL is what a proxy makes of a broken connection.
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL})
+
+
+class NoAnswer(Exception):
+    """Time ran out. `refusal` is the daemon's own word for it, empty if no daemon answered; `text` is for people."""
+
+    def __init__(self, refusal: str, text: str) -> None:
+        super().__init__(text)
+        self.refusal, self.text = refusal, text
+
+
+class Declined(Exception):
+    """The daemon will not do this, however often it is asked."""
+
+    def __init__(self, code: grpc.StatusCode, refusal: str, text: str) -> None:
+        super().__init__(text)
+        self.code, self.refusal, self.text = code, refusal, text
+
+
+class Caller:
+    """Calls the leading one of several daemons."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = tuple(endpoints)
+        self._at = 0  # index of the endpoint that answered last; a race between threads costs a try
+        self._pid = -1
+        self._stubs: dict[tuple[int, str], Callable[..., Any]] = {}
+        self._channels: dict[int, grpc.Channel] = {}
+        self._parents: list[object] = []
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._endpoints))
+
+    def call(self, method: str, request: Any, reply: type[Reply], timeout_s: float) -> Reply:
+        """Return the daemon's answer. Raises Declined and NoAnswer.
+
+        A request that has a `timeout_ms` waits in the daemon for what is left of `timeout_s`, which is written into it.
+        """
+        waits = "timeout_ms" in request.DESCRIPTOR.fields_by_name
+        deadline = time.monotonic() + timeout_s
+        tries = 0
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            if waits:
+                wait_s = min(left_s, WAIT_MAX_S)
+                request.timeout_ms = math.ceil(wait_s * 1000)
+                attempt_s = wait_s + NEWS_S
+            else:
+                attempt_s = min(max(left_s, ATTEMPT_MIN_S), ATTEMPT_S)
+            at = self._at
+            try:
+                answer: Reply = self._stub(at, method, request, reply)(request, timeout=attempt_s)
+            except grpc.RpcError as error:
+                refusal, text = _read(error)
+            else:
+                return answer
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise NoAnswer(refusal, text)
+            if not refusal:
+                tries += 1
+                self._move_on(at, tries, left_s)
+
+    def _move_on(self, at: int, tries: int, left_s: float) -> None:
+        """Turn to the next endpoint; once all were tried in vain, rest a little."""
+        self._at = (at + 1) % len(self._endpoints)
+        rounds = tries // len(self._endpoints)
+        if tries % len(self._endpoints) == 0:
+            delay_s = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(rounds, 10)) * random.uniform(0.5, 1)
+            time.sleep(min(delay_s, left_s))
+
+    def _stub(self, at: int, method: str, request: Any, reply: Any) -> Callable[..., Any]:
+        if self._pid != os.getpid():
+            # A fork copies the channels and not the threads behind them. They are kept, unused: closing them here would
+            # reach into the parent's connections.
+            self._parents.append((self._channels, self._stubs))
+            self._channels, self._stubs, self._pid = {}, {}, os.getpid()
+        stub = self._stubs.get((at, method))
+        if stub is None:
+            if at not in self._channels:
+                self._channels.setdefault(at, _channel(self._endpoints[at]))
+            stub = self._channels[at].unary_unary(
+                f"/{SERVICE}/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=reply.FromString,
+            )
+            self._stubs[at, method] = stub
+        return stub
+
+
+@functools.cache
+def caller(endpoints: tuple[Endpoint, ...]) -> Caller:
+    """Return the one Caller of this process for these endpoints: all its stores share their connections."""
+    return Caller(endpoints)
+
+
+def scope(run_id: str, job_uid: str, round_uid: str, generation: str) -> pb.Scope:
+    return pb.Scope(run_id=run_id, job_uid=job_uid, round_uid=round_uid, generation=generation)
+
+
+def _channel(endpoint: Endpoint) -> grpc.Channel:
+    return grpc.insecure_channel(grpc_target(endpoint), options=_CHANNEL_OPTIONS)
+
+
+def _read(error: Any) -> tuple[str, str]:
+    """Return the daemon's word (empty: it is away) and the text of an error after which to try again. Raises Declined for
+    every other."""
+    code: grpc.StatusCode = error.code()
+    text = str(error.details() or code.name.lower().replace("_", " "))[:LAST_SAID_MAX]
+    refusal = next((str(value) for key, value in error.trailing_metadata() or () if key == REFUSAL_KEY), "")
+    if code in _AWAY or (code is grpc.StatusCode.UNKNOWN and text == "Stream removed"):
+        return "", text
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return refusal, text
+    raise Declined(code, refusal, text)
