@@ -69,6 +69,7 @@ class Ledger:
         self.words: dict[NodeUid, NodeHeard] = {}  # the last of each attached node
         self.busy_since: dict[NodeUid, float] = {}
         self.barred: set[NodeUid] = set()
+        self.content = True  # no promise was broken so far
         self.spoken: dict[NodeUid, list[NodeHeard]] = {}  # all words, for saying them again
 
     def new_job(self, job: Job) -> None:
@@ -79,10 +80,10 @@ class Ledger:
         self.book = None
         self.words.clear()
         self.busy_since.clear()
-        self.barred.clear()
 
     def saw(self, before: Job, event: Event, after: Job, now: float) -> None:
         """Take in one step of the job. Raises AssertionError when it broke a promise."""
+        self.content = False
         self._hear(before, event, now)
         if after.round is not None and (self.book is None or after.round.uid != self.book.uid):
             if before.running is not None:  # growth or an operator broke it and all were ready in the same instant
@@ -93,6 +94,7 @@ class Ledger:
         self._verdict(before, after, now)
         self._ended(before, after)
         self._standing(after, event, now)
+        self.content = True
 
     # ----------------------------------------------------------------------------------- keeping the books
 
@@ -186,7 +188,7 @@ class Ledger:
         assert book is not None
         assert before.round is not None
         book.broken_at = now
-        for uid in book.members - book.out - book.ended:
+        for uid in book.members - book.ended:
             self.busy_since.setdefault(uid, now)
         if book.evidence or _stopped_unasked(event, book):
             return
@@ -376,7 +378,7 @@ def _ranks_tile(round_: Round) -> None:
 
 
 def _ranks_kept(last: Book, round_: Round) -> None:
-    old = {s.uid: s.group_rank for s in last.seats}
+    old = {s.uid: s.group_rank for s in last.seats if s.uid not in last.out}
     new = {s.uid: s.group_rank for s in round_.seats}
     survivors = old.keys() & new.keys()
     if not survivors:

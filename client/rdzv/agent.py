@@ -24,6 +24,7 @@ from rdzv import wording
 from rdzv.model import (
     DaemonAway,
     DaemonRefused,
+    DropStore,
     Ended,
     Fact,
     Failure,
@@ -59,6 +60,7 @@ __all__ = ["Agent", "Config", "begin", "standing", "step", "wakes_at"]
 
 FAILURES_MAX = 8  # the first few tell what happened; a node of 64 workers need not tell it 64 times
 STORE_RETRY_S = 1.0  # between two attempts to open a bootstrap store
+TROUBLE_LASTS_S = 10.0  # a store that held for so long had nothing to do with the trouble before
 AWAY_UNSAID_S = 2.0  # a daemon that is back sooner was never worth a line
 
 
@@ -157,22 +159,27 @@ def _store_news(agent: Agent, fact: StoreOpened | StoreFailed | StoreLost, now: 
         case StoreOpened():
             if offer is None or not mine:
                 return agent, []  # given up while it was being opened; its DropStore is already ordered
-            return replace(agent, offer=replace(offer, port=fact.port), trouble=None), []
+            return replace(agent, offer=replace(offer, port=fact.port)), []
         case StoreFailed():
-            if not mine:
-                return agent, []
-            since = agent.trouble.since if agent.trouble is not None else now
-            trouble = StoreTrouble(since=since, retry_at=now + STORE_RETRY_S, text=fact.text)
-            said: list[Order] = [] if agent.trouble is not None else [Say(Topic.WARN, wording.store_failed(fact.text))]
-            return replace(agent, offer=None, trouble=trouble), said
+            return _without_store(agent, fact.text, now) if mine else (agent, [])
         case StoreLost():
-            if mine:
-                agent = replace(agent, offer=None)
             if agent.hosted and fact.offer_id in (agent.hosted, "") and agent.held is not None:
                 agent = replace(agent, hosted="", held=replace(agent.held, store_lost=True))
-            return agent, []
+            if offer is None or not mine:
+                return agent, []
+            agent, orders = _without_store(agent, fact.text, now)
+            return agent, [DropStore(offer.offer_id), *orders]  # it may just be being opened once more
         case _:
             assert_never(fact)
+
+
+def _without_store(agent: Agent, text: str, now: float) -> Step:
+    """A first time is tried again at once; a host on which it goes on like that is not one to hurry on."""
+    before = agent.trouble if agent.trouble is not None and now < agent.trouble.retry_at + TROUBLE_LASTS_S else None
+    if before is None:
+        trouble = StoreTrouble(since=now, retry_at=now, text=text)
+        return replace(agent, offer=None, trouble=trouble), [Say(Topic.WARN, wording.store_failed(text))]
+    return replace(agent, offer=None, trouble=replace(before, retry_at=now + STORE_RETRY_S, text=text)), []
 
 
 def _round_news(

@@ -10,7 +10,7 @@ import threading
 from typing import assert_never
 
 from rdzv.errors import describe_exit
-from rdzv.model import Exit, Failure, Say, Topic
+from rdzv.model import WORKER_FAILED, Cause, Exit, Failure, Say, Topic
 
 LINES_MAX = 1000  # not yet written; more than a person reads, and a few hundred KB
 WAIT_UNSAID_S = 1.0  # a wait that is over sooner needs no line
@@ -65,13 +65,8 @@ class Console:
     def finish(self, end: Exit) -> None:
         """Write how it ended: one line, and what is known of the root cause."""
         self._put(end.text)
-        cause = end.cause
-        if cause is None:
-            return
-        if cause.node_name:
-            self._put(f"  host: {cause.node_name}")
-        if cause.failure is not None:
-            for line in _failure_lines(cause.failure):
+        if end.cause is not None and end.cause.failure is not None:
+            for line in _failure_lines(end.cause, end.cause.failure):
                 self._put(f"  {line}")
 
     def close(self) -> None:
@@ -98,9 +93,13 @@ class Console:
                     raw = raw[os.write(self._fd, raw) :]
 
 
-def _failure_lines(failure: Failure) -> list[str]:
-    ended = describe_exit(failure.exit_code, failure.signal)
-    lines = [f"rank: {failure.rank} (local rank {failure.local_rank})", f"ended by: {ended}"]
+def _failure_lines(cause: Cause, failure: Failure) -> list[str]:
+    """Return what the line before does not say: a worker's failure is told there with host, rank and exit."""
+    lines = []
+    if cause.kind != WORKER_FAILED:
+        ended = describe_exit(failure.exit_code, failure.signal)
+        where = cause.node_name or "this node"
+        lines.append(f"rank {failure.rank} (local rank {failure.local_rank}) on {where}: {ended}")
     if failure.text:
         lines += ["it said:", *(f"  {line}" for line in failure.text.splitlines())]
     return lines

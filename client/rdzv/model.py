@@ -13,6 +13,9 @@ from typing import TypeAlias
 # ------------------------------------------------------------------------------------------------ what a daemon says
 
 
+WORKER_FAILED = "WORKER_FAILED"  # a Cause's kind, by its name in the protocol
+
+
 class WaitReason(enum.Enum):
     GATHERING = "gathering"
     SPARE = "spare"
@@ -80,7 +83,7 @@ class Failure:
 class Cause:
     """Why a round broke or a job failed, as the daemon sees it."""
 
-    kind: str
+    kind: str  # the protocol's name of it; empty: found by this node itself
     node_uid: str = ""
     node_name: str = ""
     failure: Failure | None = None

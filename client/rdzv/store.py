@@ -10,13 +10,14 @@ job = rdzv.Store(scope="job")  # outlives the round: where did my data loader st
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import grpc
@@ -25,7 +26,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from rdzv import worker
 from rdzv.endpoints import Endpoint, parse_endpoints
-from rdzv.store_calls import Caller, Declined, NoAnswer, caller, scope
+from rdzv.store_calls import Declined, NoAnswer, caller
 from rendezvousd.v1 import store_pb2 as pb
 
 Reply = TypeVar("Reply")
@@ -35,7 +36,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own, for every store
 BATCH_BYTES = 32 << 10
 _SHOWN_MAX = 100  # characters of a key in an error
 
-# torch has it since 2.7
+# not in every torch this works with
 _QueueEmptyError = getattr(torch.distributed, "QueueEmptyError", torch.distributed.DistStoreError)
 
 
@@ -62,6 +63,30 @@ class _Address:
     generation: str
 
 
+def _address(
+    scope: str,
+    endpoint: str | None,
+    run_id: str | None,
+    job_uid: str | None,
+    round_uid: str | None,
+    generation: str | None,
+) -> _Address:
+    """Take from the environment what is not given. Raises NotAWorkerError if it is not there either, and ValueError."""
+    if scope not in ("round", "job"):
+        raise ValueError(f"scope={scope!r}: expected 'round' or 'job'")
+
+    def found(value: str | None, variable: str, option: str) -> str:
+        return worker.required(os.environ, variable, option) if value is None else value
+
+    return _Address(
+        endpoints=parse_endpoints(found(endpoint, worker.ENDPOINT, "endpoint")),
+        run_id=found(run_id, worker.RUN_ID, "run_id"),
+        job_uid=found(job_uid, worker.JOB_UID, "job_uid"),
+        round_uid=found(round_uid, worker.ROUND_UID, "round_uid") if scope == "round" else "",
+        generation=os.environ.get(worker.STORE_GENERATION, "") if generation is None else generation,
+    )
+
+
 class _OneOfEach(type(torch.distributed.Store)):  # type: ignore[misc]  # torch is not typed here
     """Gives the same object for equal arguments, and keeps it.
 
@@ -69,10 +94,36 @@ class _OneOfEach(type(torch.distributed.Store)):  # type: ignore[misc]  # torch 
     calls: without this, `init_process_group(store=rdzv.Store())` would lose it at once.
     """
 
-    _made: dict[object, Store] = {}  # noqa: RUF012  # one for all, on purpose
+    _made: ClassVar[dict[object, Any]] = {}
 
-    def __call__(
-        cls,
+    def __call__(cls, **options: Any) -> Any:
+        where = _address(options.get("scope", "round"), *map(options.get, _PLACES))
+        key = (cls, where, options.get("prefix", ""), options.get("timeout", DEFAULT_TIMEOUT))
+        if key not in cls._made:
+            cls._made.setdefault(key, super().__call__(**options))
+        return cls._made[key]
+
+
+_PLACES = ("endpoint", "run_id", "job_uid", "round_uid", "generation")
+
+
+class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc]  # torch is not typed here
+    """A namespace of keys at the daemon, shared by all workers of a round (or, with scope="job", of a job).
+
+    Options: `scope` "round" or "job"; `prefix`, put before each key with a slash; `timeout` of each call. What else it
+    needs comes from the environment rdzvrun gives to workers, or from `endpoint` ("host:port", several separated by
+    commas), `run_id`, `job_uid`, `round_uid` and `generation`.
+
+    Equal options give the same object, so `set_timeout` holds for all who made it so. A few fixed prefixes are meant;
+    for more there is torch.distributed.PrefixStore. Safe for threads; a forked child opens connections of its own.
+
+    Every call raises torch.distributed.DistStoreError when it is out of time, also when that is for lack of a daemon:
+    until then it goes on trying. It raises RoundOverError, StoreLostError, or StoreError for whatever else the daemon
+    declines. Keys and values are limited, by default to 1 KiB and 512 KiB.
+    """
+
+    def __init__(
+        self,
         *,
         scope: str = "round",
         prefix: str = "",
@@ -82,50 +133,13 @@ class _OneOfEach(type(torch.distributed.Store)):  # type: ignore[misc]  # torch 
         job_uid: str | None = None,
         round_uid: str | None = None,
         generation: str | None = None,
-    ) -> Store:
-        if scope not in ("round", "job"):
-            raise ValueError(f"scope={scope!r}: expected 'round' or 'job'")
-        env = os.environ
-
-        def given(value: str | None, variable: str, option: str) -> str:
-            return worker.required(env, variable, option) if value is None else value
-
-        address = _Address(
-            endpoints=parse_endpoints(given(endpoint, worker.ENDPOINT, "endpoint")),
-            run_id=given(run_id, worker.RUN_ID, "run_id"),
-            job_uid=given(job_uid, worker.JOB_UID, "job_uid"),
-            round_uid=given(round_uid, worker.ROUND_UID, "round_uid") if scope == "round" else "",
-            generation=env.get(worker.STORE_GENERATION, "") if generation is None else generation,
-        )
-        key = (cls, address, prefix, timeout)
-        found = cls._made.get(key)
-        if found is None:
-            found = cls._made.setdefault(key, super().__call__(address, prefix, timeout))
-        return found
-
-
-class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc]  # torch is not typed here
-    """A namespace of keys at the daemon, shared by all workers of a round (or, with scope="job", of a job).
-
-    Options, all by keyword: `scope` "round" or "job"; `prefix` put before each key, with a slash; `timeout` of each call.
-    What else it needs comes from the environment rdzvrun gives to workers, or from `endpoint` ("host:port", several
-    separated by commas), `run_id`, `job_uid`, `round_uid` and `generation`.
-
-    Equal options give the same object, so `set_timeout` holds for all who made it so; a few fixed prefixes are meant, and
-    torch.distributed.PrefixStore is there for more. Safe for threads; a forked child opens connections of its own.
-
-    Every call raises torch.distributed.DistStoreError when it is out of time, also when that is for lack of a daemon:
-    until then it goes on trying. It raises RoundOverError, StoreLostError, or StoreError for whatever else the daemon
-    declines. Keys and values are limited, by default to 1 KiB and 512 KiB.
-    """
-
-    def __init__(self, address: _Address, prefix: str, timeout: timedelta) -> None:
+    ) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self._address = address
+        self._address = it = _address(scope, endpoint, run_id, job_uid, round_uid, generation)
         self._prefix = f"{prefix}/" if prefix else ""
-        self._caller: Caller = caller(address.endpoints)
-        self._scope = scope(address.run_id, address.job_uid, address.round_uid, address.generation)
+        self._caller = caller(it.endpoints)
+        self._scope = pb.Scope(run_id=it.run_id, job_uid=it.job_uid, round_uid=it.round_uid, generation=it.generation)
 
     def __repr__(self) -> str:
         return f"rdzv.Store({self._name()} at {self._caller})"
@@ -199,7 +213,7 @@ class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc
         self._call("QueuePush", request, pb.QueuePushReply)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the queue's first item and return it. If it is empty, wait, or raise torch.distributed.QueueEmptyError."""
+        """Take the queue's first item and return it. If there is none, wait, or raise torch's QueueEmptyError."""
         request = pb.QueuePopRequest(scope=self._scope, key=self._key(key), block=block, op_id=_op_id())
         return self._call("QueuePop", request, pb.QueuePopReply).value
 
@@ -209,8 +223,8 @@ class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc
 
     # ---------------------------------------------------------------- what C++ looks up under other names
 
-    deleteKey = delete_key
-    getNumKeys = num_keys
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
         """Say that append, multi_get and multi_set may be used."""
@@ -228,11 +242,11 @@ class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc
         try:
             return self._caller.call(method, request, reply, limit.total_seconds())
         except Declined as why:
-            error = _declined(why, self._name())
+            raise _declined(why, self._name()) from None
         except NoAnswer as why:
             waited_s = time.monotonic() - began
-            error = torch.distributed.DistStoreError(self._out_of_time(method, request, why, waited_s))
-        raise error
+            text = self._out_of_time(method, request, why, waited_s)
+            raise torch.distributed.DistStoreError(text) from None
 
     def _out_of_time(self, method: str, request: Any, why: NoAnswer, waited_s: float) -> str:
         where = f"{self._name()} at {self._caller}"
@@ -298,16 +312,21 @@ def _of(request: Any) -> str:
     return f" of {key[:_SHOWN_MAX]!r}" if key else ""
 
 
-def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: object) -> Iterator[tuple[Store, int, int]]:
-    """torch's handler of rdzv://: yields the round's store, rank and world size, once."""
+# Process groups made by rdzv:// in this process. All workers make the same ones in the same order, and one that is made
+# after another was destroyed must not meet its keys.
+_groups = itertools.count(1)
+
+
+def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: object) -> Iterator[tuple[Any, int, int]]:
+    """torch's handler of rdzv://: yields a store of the round, the rank and the world size, once."""
     query = parse_qs(urlsplit(url).query)
 
     def number(name: str) -> int:
-        # a size or rank of -1 is torch's way to say nothing
-        said = query.get(name, ["-1"])[0]
+        said = query.get(name, ["-1"])[0]  # a size or rank of -1 is torch's way to say nothing
         return int(worker.required(os.environ, name.upper(), name) if said == "-1" else said)
 
-    yield Store(prefix="rdzv", timeout=timeout), number("rank"), number("world_size")
+    store = torch.distributed.PrefixStore(f"init_process_group/{next(_groups)}", Store(timeout=timeout))
+    yield store, number("rank"), number("world_size")
     raise RuntimeError("a worker meets its peers once; rdzvrun starts a new one for the next round")
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import grpc
 
 from rdzv.endpoints import Endpoint, grpc_target
-from rendezvousd.v1 import store_pb2 as pb
 
 Reply = TypeVar("Reply")
 
@@ -31,7 +30,7 @@ RETRY_MIN_S = 0.1
 RETRY_MAX_S = 1.0
 CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
 REFUSAL_KEY = "refusal"  # trailing metadata of the daemon's refusals: the kind, where several share a code
-LAST_SAID_MAX = 300  # characters of gRPC's own error texts, which quote whole addresses and paths
+LAST_SAID_MAX = 1000  # characters of an error text: gRPC quotes whole addresses and paths in its own
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),  # a proxy for the web is not for a cluster's own network
@@ -144,17 +143,13 @@ def caller(endpoints: tuple[Endpoint, ...]) -> Caller:
     return Caller(endpoints)
 
 
-def scope(run_id: str, job_uid: str, round_uid: str, generation: str) -> pb.Scope:
-    return pb.Scope(run_id=run_id, job_uid=job_uid, round_uid=round_uid, generation=generation)
-
-
 def _channel(endpoint: Endpoint) -> grpc.Channel:
     return grpc.insecure_channel(grpc_target(endpoint), options=_CHANNEL_OPTIONS)
 
 
 def _read(error: Any) -> tuple[str, str]:
-    """Return the daemon's word (empty: it is away) and the text of an error after which to try again. Raises Declined for
-    every other."""
+    """Return the daemon's word (empty: it is away) and the text of an error after which to try again. Raises Declined
+    for every other."""
     code: grpc.StatusCode = error.code()
     text = str(error.details() or code.name.lower().replace("_", " "))[:LAST_SAID_MAX]
     refusal = next((str(value) for key, value in error.trailing_metadata() or () if key == REFUSAL_KEY), "")

@@ -61,7 +61,7 @@ def done_alone(wait_s: float) -> str:
 
 
 def store_failed(error: str) -> str:
-    return f"cannot open a bootstrap store yet: {error}"
+    return f"no bootstrap store, trying again: {error}"
 
 
 def store_hopeless(error: str, tried_s: float) -> str:
@@ -102,5 +102,5 @@ def abandoned(endpoints: str, tried_s: float, error: str, held: Held | None) -> 
         return Exit(code=1, text=text)
     failure = held.failures[0]
     code = 128 + failure.signal if failure.signal else failure.exit_code or 1
-    cause = Cause(kind="worker failed", failure=failure, text=f"rank {failure.rank} failed")
+    cause = Cause(kind="", failure=failure, text=f"rank {failure.rank} failed")
     return Exit(code=code, text=f"rank {failure.rank} failed, and then there was {text}", cause=cause)

@@ -43,8 +43,8 @@ def current_round(environ: Mapping[str, str] = os.environ) -> Round:
 
 
 def required(environ: Mapping[str, str], name: str, option: str = "") -> str:
-    """Return the variable's value. Raises NotAWorkerError, naming the option that could be given instead, if it is missing
-    or empty."""
+    """Return the variable's value. Raises NotAWorkerError, with the option that could be given instead, if it is
+    missing or empty."""
     value = environ.get(name)
     if not value:
         instead = f", or pass {option}=..." if option else ""

@@ -55,16 +55,13 @@ def _gathering(job: Job, now: float) -> str:
     if tally.busy:
         busy = _names(n for n in job.nodes.values() if n.stance is Stance.BUSY and not n.overdue)
         return f"waiting for workers to stop on {busy}{why}"
-    if job.round is not None and not job.round.final:
-        missing = [s.name for s in job.round.seats if s.uid not in job.round.ends]
-        return f"waiting to hear how {_list(missing)} ended{why}"
     if (due_at := ending.too_few_due_at(job)) is not None:
         more = spec.min_nodes - tally.usable
         wanted = f"{tally.usable} of {spec.min_nodes} {'nodes' if spec.min_nodes > 1 else 'node'}"
         return f"{wanted}; waiting for {more} more, {_left(due_at, now)} left{why}"
     cooling = [n for n in job.nodes.values() if n.cooling_until_at is not None] if tally.usable else []
     if cooling and seats.ready(job) < spec.min_nodes:
-        return f"{_names(cooling)} could not reach the bootstrap store and sits out for a moment{why}"
+        return f"sitting out for a moment, as it could not reach its peers: {_names(cooling)}{why}"
     if tally.members_ready < tally.members or seats.ready(job) < spec.min_nodes:
         slow = _names(n for n in job.nodes.values() if n.usable and n.stance is Stance.UNREADY)
         return f"waiting for {slow} to be ready{why}"

@@ -1,8 +1,8 @@
 """One namespace of keys: what a torch.distributed.Store does with them, and no more than fits.
 
 It follows torch's TCPStore, also where that surprises: `compare_set` of an absent key answers with what was expected,
-and queues are a space of their own that `num_keys` and `delete` do not see. It differs where TCPStore overflows silently
-or loses its server: `add` refuses a text, and a sum beyond 64 bits.
+and queues are a space of their own that `num_keys` and `delete` do not see. It differs where TCPStore overflows or
+loses its server: `add` refuses a text, and a sum beyond 64 bits.
 
 Nothing waits here and nothing is woken; who does so compares `version`.
 """

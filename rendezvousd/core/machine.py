@@ -6,14 +6,12 @@ led there, in this order: waits that ran out, the verdict on a broken round, the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
 
 from rendezvousd.core.events import CloseAsked, Event, NodeHeard, NodeLost, NodeRemoved, RestartAsked, TimePassed
 from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome
 from rendezvousd.core.rules import ending, growth, hear, seats, verdict
 from rendezvousd.core.settings import Limits
-from rendezvousd.core.tally import restance
 
 DEFAULT_LIMITS = Limits()
 
@@ -95,7 +93,7 @@ def _close(job: Job, event: CloseAsked, now: float) -> Job:
         exit_code=0 if event.success else 1,
         cause=Cause(kind=CauseKind.OPERATOR, at=now, text=text),
     )
-    return restance(replace(job, ending=ending_), now)
+    return verdict.conclude(job, ending_, now)
 
 
 def _grow(job: Job, now: float) -> Job:

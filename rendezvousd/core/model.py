@@ -326,3 +326,8 @@ class Job:
     @property
     def gathering(self) -> bool:
         return self.ending is None and self.running is None
+
+    @property
+    def judging(self) -> bool:
+        """Whether the last round broke and it is not known yet of what."""
+        return self.round is not None and self.round.broken_at is not None and not self.round.final

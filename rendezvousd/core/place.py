@@ -54,14 +54,17 @@ def place(job: Job, uid: NodeUid, now: float) -> Place:
 
 def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
     if node is not None and node.cooling_until_at is not None:
-        return Waiting(Wait.COOLDOWN, node.cooling_until_at - now)
+        return _until(Wait.COOLDOWN, node.cooling_until_at, now)
     if job.running is None:
-        due_at = ending.too_few_due_at(job) or seats.seal_due_at(job)
-        return Waiting(Wait.GATHERING, None if due_at is None else due_at - now)
+        due_at = ending.too_few_due_at(job)
+        return _until(Wait.GATHERING, seats.seal_due_at(job) if due_at is None else due_at, now)
     if job.spec.grow is Grow.NEVER or not growth.room(job):
         return Waiting(Wait.SPARE, None)
-    due_at = growth.growth_due_at(job)
-    return Waiting(Wait.GROWING, None if due_at is None else due_at - now)
+    return _until(Wait.GROWING, growth.growth_due_at(job), now)
+
+
+def _until(reason: Wait, due_at: float | None, now: float) -> Waiting:
+    return Waiting(reason, None if due_at is None else max(0.0, due_at - now))
 
 
 def urgent(job: Job) -> object:

@@ -30,11 +30,19 @@ def offer_counts(job: Job, node: Node) -> bool:
     return node.offer is not None and node.leaving is None and node.offer.after == job.known.round_uid
 
 
+def part_open(job: Job, node: Node) -> bool:
+    """Return whether the node had a seat in the last round and has not said how that ended.
+
+    It may have started processes that it has not told of yet.
+    """
+    return job.round is not None and node.uid in job.round.index and node.uid not in job.round.ends
+
+
 def stance(job: Job, node: Node) -> Stance:
     """Return where the node stands, from what it last said and what the job is at."""
     if job.running is not None and holds_seat(job, node):
         return Stance.RUNNING
-    if node.alive:
+    if node.alive or part_open(job, node):
         return Stance.BUSY
     if offer_counts(job, node):
         return Stance.READY
@@ -48,7 +56,7 @@ def place_node(job: Job, node: Node, now: float) -> Job:
     tally = _add(job.tally, node, +1)
     if before is not None:
         tally = _add(tally, before, -1)
-    return replace(job, nodes=job.nodes.set(node.uid, node), tally=tally, scan_at=_sooner(job.scan_at, node))
+    return replace(job, nodes=job.nodes.set(node.uid, node), tally=tally, scan_at=sooner(job.scan_at, node))
 
 
 def drop_node(job: Job, uid: NodeUid) -> Job:
@@ -66,7 +74,7 @@ def restance(job: Job, now: float) -> Job:
     for uid, old in job.nodes.items():
         node = nodes[uid] = _derive(job, old, now, anew=True)
         tally = _add(tally, node, +1)
-        scan_at = _sooner(scan_at, node)
+        scan_at = sooner(scan_at, node)
     return replace(job, nodes=nodes.finish(), tally=tally, scan_at=scan_at)
 
 
@@ -107,6 +115,9 @@ def _add(tally: Tally, node: Node, sign: int) -> Tally:
     )
 
 
-def _sooner(scan_at: float | None, node: Node) -> float | None:
-    instants = [t for t in (scan_at, None if node.overdue else node.due_at, node.cooling_until_at) if t is not None]
-    return min(instants, default=None)
+def sooner(scan_at: float | None, node: Node) -> float | None:
+    """Return the earlier of `scan_at` and whatever this node is next looked at for."""
+    for at in (None if node.overdue else node.due_at, node.cooling_until_at):
+        if at is not None and (scan_at is None or at < scan_at):
+            scan_at = at
+    return scan_at

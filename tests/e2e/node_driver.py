@@ -5,6 +5,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 
@@ -16,6 +17,8 @@ async def main(mode: str, argv: list[str]) -> None:
     # What a launcher has done to itself by the time it starts workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, int)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     supervisor = await Supervisor.start(facts.put_nowait)
     await supervisor.spawn("round", [WorkerCommand(local_rank=0, argv=tuple(argv), env=dict(os.environ))])
     if mode == "wait":

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rdzv.processes.supervisor import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
 
+from rdzv.processes.supervisor import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
 from tests.e2e import difficult_worker
 from tests.e2e.processes_kit import fds, marked, node, script, state, until
 
@@ -233,8 +233,9 @@ def test_a_dead_workers_group_follows_it_and_orphans_wait_for_the_stop() -> None
             assert (await n.fact(WorkerEnded)).signal == signal.SIGKILL
             await until(lambda: not _group(n.mark, dead), "its group is gone, deaf and stopped members too")
             assert n.supervisor.alive() == 1
-            left = len(marked(n.mark))
-            assert left >= difficult_worker.PROCESSES + 2, "the other worker, and both with sessions of their own"
+            # Who replaces itself may be missed by one look.
+            left = difficult_worker.PROCESSES + 3
+            await until(lambda: len(marked(n.mark)) >= left, "the other worker, and all with sessions of their own")
             assert await n.supervisor.stop(grace_s=HOUR_S) == 0
             assert marked(n.mark) == []
 
@@ -261,12 +262,12 @@ def test_a_helper_gets_its_descriptors_and_nothing_else() -> None:
     async def story() -> None:
         async with node() as n:
             reader, writer = os.pipe()
-            with open(reader, "rb") as inbox, open(writer, "wb") as outbox:
-                await n.supervisor.start_helper(
-                    "h", [sys.executable, "-c", code], n.env(), [outbox.fileno(), inbox.fileno()]
-                )
-                outbox.close()
-                links = json.loads(await asyncio.to_thread(inbox.read))
+            try:
+                await n.supervisor.start_helper("h", [sys.executable, "-c", code], n.env(), [writer, reader])
+                links = json.loads(await asyncio.to_thread(os.read, reader, 4096))
+            finally:
+                os.close(reader)
+                os.close(writer)
             assert links[:3] == [os.devnull] * 3
             assert links[3] == links[4], "both ends of one pipe"
             end = await n.fact(HelperEnded)
@@ -357,8 +358,8 @@ def test_a_killed_launcher_leaves_nobody(wishes: list[str]) -> None:
     async def story() -> None:
         mark = f"launcher-{os.getpid()}-{'-'.join(wishes)}"
         env = {**os.environ, "RDZV_TEST_MARK": mark, "PYTHONPATH": os.pathsep.join(sys.path)}
-        argv = [DRIVER, "wait", sys.executable, DIFFICULT, *wishes]
-        driver = await asyncio.create_subprocess_exec(sys.executable, *argv, env=env, stdout=subprocess.PIPE)
+        argv = [sys.executable, str(DRIVER), "wait", sys.executable, str(DIFFICULT), *wishes]
+        driver = await asyncio.create_subprocess_exec(*argv, env=env, stdout=subprocess.PIPE)
         assert driver.stdout is not None
         spawner = int(await driver.stdout.readline())
         await until(lambda: len(marked(mark)) >= difficult_worker.PROCESSES + 2, "all have started")

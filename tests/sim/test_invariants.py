@@ -227,16 +227,16 @@ class AnyHistory(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Faults stop, all nodes behave, and there are enough: the job runs, or it has ended."""
         stage = self.stage
+        if not stage.ledger.content:
+            return  # something was found already
         for player in list(stage.players):
             if player.exited and stage.job_or_none is not None and player.uid in stage.job.nodes:
                 stage.lose(player)
             player.cut = False
-        if self.players() == [] and stage.job_or_none is None:
-            return
-        more = stage.spec.min_nodes - sum(not p.doomed for p in self.players())
-        stage.join(*"uvwxyz"[: max(0, more)])
         end_at = stage.now + HEALED_S
-        while stage.now < end_at and stage.job.running is None and stage.job.ending is None:
+        while stage.now < end_at and (stage.job_or_none is None or stage.job.gathering):
+            willing = sum(not p.doomed and p.uid not in stage.ledger.barred for p in self.players())
+            stage.join(*"uvwxyz"[: max(0, stage.spec.min_nodes - willing)])
             stage.play(3)
             stage.wait(1.0)
         note(f"peace: {stage.said}")

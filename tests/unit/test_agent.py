@@ -182,18 +182,31 @@ def test_a_dealt_offer_is_dropped_by_those_who_do_not_host_the_round() -> None:
 
 def test_a_store_that_cannot_be_opened_is_tried_again_and_given_up_in_the_end() -> None:
     node = Node()
+    assert node.agent.offer is not None
+    node.hear(StoreFailed(offer_id=node.agent.offer.offer_id, text="no port free"))
     for _ in range(30):
         assert node.agent.offer is not None
         orders = node.hear(StoreFailed(offer_id=node.agent.offer.offer_id, text="no port free"))
         assert wakes_at(node.agent) == node.now + 1
         assert none(orders, OpenStore, Exit)
         node.now += 1
-        orders = node.hear(TimePassed())
+        node.hear(TimePassed())
     assert only(node.orders, Say).topic is Topic.WARN
     assert node.agent.offer is not None
     node.hear(StoreFailed(offer_id=node.agent.offer.offer_id, text="no port free"))
     assert only(node.orders, Exit).code == 1
     assert "no port free" in only(node.orders, Exit).text
+
+
+def test_a_store_that_dies_again_and_again_is_given_up_too() -> None:
+    node = Node()
+    for _ in range(40):
+        if node.agent.offer is not None:
+            node.opened()
+            node.hear(StoreLost(offer_id="", text="no torch"))
+        node.now += 1
+        node.hear(TimePassed())
+    assert "no torch" in only(node.orders, Exit).text
 
 
 def test_a_lost_standing_store_is_replaced_under_a_new_name() -> None:
@@ -393,12 +406,24 @@ def test_the_outcome_is_echoed_and_the_node_goes_when_it_may() -> None:
 
 def test_an_outcome_is_obeyed_after_a_lease_without_word() -> None:
     node = Node().running()
-    cause = Cause(kind="worker failed", text="rank 3 failed")
+    cause = Cause(kind="WORKER_FAILED", text="rank 3 failed")
     node.place(Ended(outcome=Outcome.FAILED, exit_code=9, cause=cause), known=1)
     node.gone()
     node.now += LEASE_S
     exit_ = only(node.hear(TimePassed()), Exit)
     assert (exit_.code, exit_.cause) == (9, cause)
+
+
+def test_an_ended_node_waits_for_its_workers_without_a_timer_and_takes_no_seat_any_more() -> None:
+    node = Node().running()
+    node.place(Ended(outcome=Outcome.CLOSED, exit_code=1), known=1)
+    node.now += 2 * LEASE_S
+    assert none(node.hear(TimePassed()), Exit)
+    assert wakes_at(node.agent) is None
+    assert none(node.seat(2, term="t2"), ReachMaster, Spawn)
+    orders = node.gone()
+    assert none(orders, ReachMaster, Spawn)
+    assert only(orders, Exit).code == 1
 
 
 def test_a_removed_node_stops_and_says_by_whom() -> None:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from rdzv.errors import (
     MESSAGE_BYTES_MAX,
     READ_BYTES_MAX,
@@ -24,7 +25,7 @@ RECORDED = {
     "message": {
         "message": "ValueError: no such batch",
         "extraInfo": {
-            "py_callstack": 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such batch\n',
+            "py_callstack": 'Traceback (most recent call last):\n  File "a.py", line 3\nValueError: no such batch\n',
             "timestamp": "1764500000",
         },
         "errorCode": 1,
@@ -44,7 +45,7 @@ def write(tmp_path: Path, content: str | bytes | object) -> Path:
 def test_a_recorded_exception(tmp_path: Path) -> None:
     assert read_error_file(write(tmp_path, RECORDED)) == ErrorReport(
         message="ValueError: no such batch",
-        traceback='Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such batch',
+        traceback='Traceback (most recent call last):\n  File "a.py", line 3\nValueError: no such batch',
         timestamp=1764500000,
     )
 
@@ -144,9 +145,9 @@ def test_exits_in_words() -> None:
     [
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321",
         "RuntimeError: [enforce fail at pair.cc] Read error [10.0.0.1]:4: Connection reset by peer, from gloo",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete",
-        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there was"
-        " a network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error",
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there"
+        " was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error",
         "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE)",
         "Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels, subsequent GPU"
@@ -166,7 +167,7 @@ def test_victims(text: str) -> None:
         "",
         "ValueError: loss is nan",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "urllib3.exceptions.ProtocolError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        "ProtocolError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
         "BrokenPipeError: [Errno 32] Broken pipe",
     ],
 )

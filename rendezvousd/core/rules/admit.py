@@ -62,15 +62,22 @@ def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) 
 
 
 def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
-    """Return a new job that takes over the run id of `old`; round numbers go on."""
+    """Return a new job that takes over the run id of `old`.
+
+    Rounds go on, so that an offer made before must be made anew, and whoever was shown out stays out: a launcher that
+    has not read yet that it is out of the old job could not tell the new one from it.
+    """
     job = found(old.run_id, event, uid=uid, seed=seed, now=now)
-    return replace(job, known=replace(job.known, round=max(job.known.round, old.known.round)))
+    job = replace(job, gone=old.gone, departures=old.departures)
+    if job.known.round >= old.known.round:
+        return job
+    return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))
 
 
 def admit(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
     """Return the job with the speaker attached, or remembered as refused. Its state is still to be heard."""
     difference = disagreement(job.spec, event.job_spec)
-    if difference:
+    if difference and job.ending is None:  # whoever comes after the end is only told of it
         return bar(job, event.uid, Departure(by=DAEMON, reason=f"refused: {difference}", exit_code=USAGE), limits)
     if len(job.nodes) >= limits.nodes_per_job:
         reason = f"refused: job {job.run_id!r} has {len(job.nodes)} nodes, the most this daemon attends"

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from rendezvousd.core.liveness import pace
 from rendezvousd.core.model import Cause, CauseKind, Ending, Job, Outcome
-from rendezvousd.core.rules.verdict import end_failed
-from rendezvousd.core.tally import restance
+from rendezvousd.core.rules.verdict import conclude, end_failed
 
 
 def succeed(job: Job, now: float) -> Job:
@@ -15,12 +14,17 @@ def succeed(job: Job, now: float) -> Job:
     round_ = job.running
     if round_ is None or round_.done < len(round_.seats):
         return job
-    return restance(replace(job, ending=Ending(outcome=Outcome.SUCCEEDED, at=now, exit_code=0)), now)
+    return conclude(job, Ending(outcome=Outcome.SUCCEEDED, at=now, exit_code=0), now)
 
 
 def too_few_due_at(job: Job) -> float | None:
-    """Return when a job with fewer than min nodes fails, or None while there are enough."""
-    return None if job.short_at is None else job.short_at + job.spec.timing.join_s
+    """Return when a job with fewer than min nodes fails, or None while there are enough.
+
+    None also while the cause of the last break is open: nothing ends before it is known.
+    """
+    if job.short_at is None or not job.gathering or job.judging:
+        return None
+    return job.short_at + job.spec.timing.join_s
 
 
 def note_short(job: Job, now: float) -> Job:
@@ -33,7 +37,7 @@ def note_short(job: Job, now: float) -> Job:
 
 def fail_if_hopeless(job: Job, now: float) -> Job:
     """Return the job ended as failed, if it has had too few nodes for too long or too many short rounds."""
-    if job.ending is not None or (job.round is not None and job.round.broken_at is not None and not job.round.final):
+    if job.ending is not None or job.judging:
         return job
     spec = job.spec
     due_at = too_few_due_at(job)

@@ -17,7 +17,7 @@ def growth_due_at(job: Job) -> float | None:
         return None
     due_at = job.waiting_at
     if spec.grow is Grow.QUIET:
-        quiet_at = job.last_arrival_at + spec.timing.grow_s
+        quiet_at = max(job.last_arrival_at, job.waiting_at) + spec.timing.grow_s
         due_at = min(quiet_at, job.waiting_at + spec.timing.grow_max_s)
     return max(due_at, round_.sealed_at + job.calm.required_s)
 
@@ -36,17 +36,16 @@ def note_waiting(job: Job, now: float) -> Job:
     return replace(job, waiting_at=now if waits else None)
 
 
-def calm_after(job: Job, round_: Round, now: float) -> Calm:
-    """Return what restrains growth after `round_` broke."""
+def calm_after(job: Job, round_: Round) -> Calm:
+    """Return what restrains growth after `round_` broke, its cause being known."""
+    assert round_.broken_at is not None
     timing, calm = job.spec.timing, job.calm
-    ran_s = now - round_.sealed_at
+    ran_s = round_.broken_at - round_.sealed_at
     deliberate = round_.cause is not None and round_.cause.kind in DELIBERATE
     required_s = calm.required_s
     if ran_s >= timing.calm_reset_s:
         required_s = 0.0
     elif round_.admitted and not deliberate and ran_s < timing.calm_soon_s:
         required_s = min(2 * max(ran_s, required_s, timing.grow_s), timing.calm_reset_s)
-    short = calm.short_rounds
-    if not deliberate:
-        short = short + 1 if ran_s < timing.short_round_s else 0
+    short = calm.short_rounds + (not deliberate) if ran_s < timing.short_round_s else 0
     return Calm(required_s=required_s, short_rounds=short)

@@ -16,6 +16,7 @@ from rendezvousd.core.model import (
     Node,
     NodeUid,
     Phase,
+    RoundUid,
     Stance,
 )
 from rendezvousd.core.rules.admit import admit, bar, learn
@@ -55,8 +56,8 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
     job = place_node(job, node, now)
     if fresh and job.nodes[event.uid].stance is Stance.READY and job.running is not None:
         job = replace(job, last_arrival_at=now)  # a quiet time before growth counts from readiness
-    if event.leaving is not None:
-        return leave(job, event.uid, Departure(by=node.name, reason=event.leaving), limits, now)
+    if event.leaving is not None or node.leaving is not None:
+        return leave(job, event.uid, Departure(by=node.name, reason=event.leaving or ""), limits, now)
     return job
 
 
@@ -77,7 +78,7 @@ def leave(job: Job, uid: NodeUid, departure: Departure, limits: Limits, now: flo
             text = f"node {node.name} {did}" + (f": {departure.reason}" if departure.reason else "")
             job = blame(job, Cause(kind=kind, at=now, text=text, uid=uid, name=node.name), now)
         node = job.nodes[uid]
-    return job if node.alive else depart(job, uid, End.LEFT, limits)
+    return job if node.stance is Stance.BUSY else depart(job, uid, End.LEFT, limits)
 
 
 def depart(job: Job, uid: NodeUid, end: End, limits: Limits) -> Job:
@@ -90,21 +91,30 @@ def depart(job: Job, uid: NodeUid, end: End, limits: Limits) -> Job:
 def _held(job: Job, event: NodeHeard, now: float) -> Job:
     """Take in what the node says of its processes of the last round."""
     round_, held = job.round, event.held
-    if round_ is None or event.uid not in round_.index or event.uid in round_.forfeits:
+    if round_ is None or event.uid not in round_.index:
         return job
     node = job.nodes[event.uid]
-    if held is not None and held.round_uid == round_.uid:
+    here = held is not None and held.round_uid == round_.uid
+    if held is not None and here and event.uid not in round_.forfeits:
         before = node.held if node.held is not None and node.held.round_uid == round_.uid else None
         job = _failures(job, node, held, before, now)
         job = _troubles(job, node, held, before, now)
-        if held.alive == 0 and (end := ENDS.get(held.phase)) is not None:
-            job = end_part(job, event.uid, end)
-            if end is End.STOPPED:
-                job = _stopped_alone(job, node, held, now)
-    elif event.offer is not None and event.offer.after == round_.uid:
-        job = end_part(job, event.uid, End.STOPPED)  # it never started any process of this round
-        job = _gave_up(job, node, now)
-    return job
+    if (end := _end(event, round_.uid)) is None:
+        return job
+    job = end_part(job, event.uid, end)
+    return _ended_alone(job, event, now) if end is End.STOPPED else job
+
+
+def _end(event: NodeHeard, round_uid: RoundUid) -> End | None:
+    """Return how the node's part in this round ended, by its own word; None if it may not have ended."""
+    held = event.held
+    if held is not None and held.alive:
+        return None
+    if held is not None and held.round_uid == round_uid and (end := ENDS.get(held.phase)) is not None:
+        return end
+    if event.offer is not None and event.offer.after == round_uid:
+        return End.STOPPED  # it has not started any process of this round, and will not
+    return End.LEFT if event.leaving is not None else None
 
 
 def _failures(job: Job, node: Node, held: Held, before: Held | None, now: float) -> Job:
@@ -113,6 +123,9 @@ def _failures(job: Job, node: Node, held: Held, before: Held | None, now: float)
     for failure in held.failures:
         if failure.rank not in told:
             job = blame(job, worker_failed(node, failure, now - failure.age_s), now)
+    if held.phase is Phase.FAILED and not held.failures and not (before is not None and before.phase is Phase.FAILED):
+        text = f"node {node.name} failed, and did not say how"
+        job = blame(job, Cause(kind=CauseKind.WORKER_FAILED, at=now, text=text, uid=node.uid, name=node.name), now)
     return job
 
 
@@ -134,20 +147,18 @@ def _troubles(job: Job, node: Node, held: Held, before: Held | None, now: float)
     return job
 
 
-def _stopped_alone(job: Job, node: Node, held: Held, now: float) -> Job:
-    """A member whose workers were stopped though nobody asked: nothing of the round can go on without them."""
-    if job.running is None or node.leaving is not None:
-        return job
-    why = "stopped its workers because it heard no daemon" if held.phase is Phase.FENCED else "stopped its workers"
-    cause = Cause(kind=CauseKind.NETWORK, at=now, text=f"node {node.name} {why}", uid=node.uid, name=node.name)
+def _ended_alone(job: Job, event: NodeHeard, now: float) -> Job:
+    """A member has no workers though nobody asked it to stop: nothing of the round can go on without them."""
+    if job.running is None or event.leaving is not None or event.uid in job.running.forfeits:
+        return job  # it was asked, or goes, which is a cause of its own
+    if event.held is None or event.held.round_uid != job.running.uid:
+        why = "takes the round for over"
+    elif event.held.phase is Phase.FENCED:
+        why = "stopped its workers because it heard no daemon"
+    else:
+        why = "stopped its workers"
+    cause = Cause(kind=CauseKind.NETWORK, at=now, text=f"node {event.name} {why}", uid=event.uid, name=event.name)
     return blame(job, cause, now)
-
-
-def _gave_up(job: Job, node: Node, now: float) -> Job:
-    if job.running is None:
-        return job
-    text = f"node {node.name} takes the round for over"
-    return blame(job, Cause(kind=CauseKind.NETWORK, at=now, text=text, uid=node.uid, name=node.name), now)
 
 
 def worker_failed(node: Node, failure: Failure, at: float) -> Cause:

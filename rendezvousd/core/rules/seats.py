@@ -22,10 +22,17 @@ def settles(job: Job) -> bool:
     return job.round is None or job.tally.members < job.spec.min_nodes
 
 
+def blocked(job: Job) -> bool:
+    """Return whether something else than time must come first: enough nodes, a verdict, an old worker's end, a member."""
+    tally = job.tally
+    return job.enough_at is None or job.judging or tally.busy > 0 or tally.members_ready < tally.members
+
+
 def seal_due_at(job: Job) -> float | None:
-    """Return when the settle time is over, or None if the next round does not wait for it (or for more than it)."""
-    if not job.gathering or job.enough_at is None or not settles(job):
+    """Return when the settle time is over, or None if the next round does not wait for it, or for more than it."""
+    if not job.gathering or blocked(job) or not settles(job):
         return None
+    assert job.enough_at is not None
     timing = job.spec.timing
     cap_at = job.enough_at + timing.settle_max_s
     if job.tally.unready:
@@ -43,10 +50,7 @@ def note_enough(job: Job, now: float) -> Job:
 
 def seal_if_due(job: Job, now: float) -> Job:
     """Return the job with its next round sealed, if nothing needs to be waited for."""
-    round_, tally = job.round, job.tally
-    if not job.gathering or job.enough_at is None or (round_ is not None and not round_.final):
-        return job
-    if tally.busy or tally.members_ready < tally.members:
+    if not job.gathering or blocked(job):
         return job
     if settles(job) and ready(job) < job.spec.max_nodes:
         due_at = seal_due_at(job)
@@ -64,7 +68,7 @@ def _seal(job: Job, now: float) -> Job:
     number = job.known.round + 1
     last = job.round
     round_ = Round(
-        uid=RoundUid(hashlib.blake2b(f"{job.seed} {number}".encode(), digest_size=12).hexdigest()),
+        uid=RoundUid(hashlib.blake2b(f"{job.seed} {job.uid} {number}".encode(), digest_size=12).hexdigest()),
         number=number,
         seats=seats,
         index=Map(seat_index(seats)),

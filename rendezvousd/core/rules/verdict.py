@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round
 from rendezvousd.core.rules.growth import calm_after
-from rendezvousd.core.tally import drop_node, place_node, restance
+from rendezvousd.core.tally import drop_node, place_node, restance, sooner, stance
 
 # The likeliest causes kept of one round. More cannot change the verdict; 10,000 nodes may all complain at once.
 EVIDENCE_MAX = 32
@@ -25,9 +25,7 @@ def blame(job: Job, cause: Cause, now: float) -> Job:
     if round_.broken_at is not None:
         return replace(job, round=replace(round_, evidence=evidence))
     round_ = replace(round_, evidence=evidence, broken_at=now)
-    job = replace(job, round=round_, short_at=None, enough_at=None, waiting_at=None)
-    job = replace(job, calm=calm_after(job, round_, now))
-    return restance(job, now)
+    return restance(replace(job, round=round_, short_at=None, enough_at=None, waiting_at=None), now)
 
 
 def end_part(job: Job, uid: NodeUid, end: End) -> Job:
@@ -71,10 +69,10 @@ def fix_verdict(job: Job, now: float) -> Job:
     if len(round_.ends) < len(round_.seats):
         return job
     assert round_.cause is not None
-    job = replace(job, round=replace(round_, final=True))
+    job = replace(job, round=replace(round_, final=True), calm=calm_after(job, round_))
     if round_.cause.kind is CauseKind.WORKER_FAILED:
         return _charge(job, round_, round_.cause, now)
-    if round_.unreachable:
+    if round_.cause.kind is CauseKind.NETWORK:  # who cannot reach a lost host does not suffer for it
         return _cool_down(job, round_, now)
     return job
 
@@ -89,15 +87,17 @@ def give_up_overdue(job: Job, now: float) -> Job:
             node = job.nodes[node.uid]
         if node.due_at is not None and now >= node.due_at and not node.overdue and job.ending is None:
             job = _give_up(job, node, now)
-    job = replace(job, scan_at=None)
-    instants = [t for n in job.nodes.values() for t in (None if n.overdue else n.due_at, n.cooling_until_at) if t]
-    return replace(job, scan_at=min(instants, default=None))
+    scan_at = None
+    for node in job.nodes.values():
+        scan_at = sooner(scan_at, node)
+    return replace(job, scan_at=scan_at)
 
 
 def _give_up(job: Job, node: Node, now: float) -> Job:
     if job.running is None:
         job = end_part(forfeit(job, node.uid, End.OVERRUN), node.uid, End.OVERRUN)
-    return place_node(job, replace(node, overdue=True, member=False), now)
+    # its stance is what it is overdue in: place_node would take a changed one for a step forward
+    return place_node(job, replace(node, overdue=True, member=False, stance=stance(job, node)), now)
 
 
 def _order(cause: Cause) -> tuple[bool, float]:
@@ -123,8 +123,12 @@ def end_failed(job: Job, cause: Cause, now: float) -> Job:
     code = 1
     if cause.failure is not None:
         code = 128 + cause.failure.signal if cause.failure.signal else cause.failure.exit_code or 1
-    ending = Ending(outcome=Outcome.FAILED, at=now, exit_code=min(code, 255), cause=cause)
-    return restance(replace(job, ending=ending), now)
+    return conclude(job, Ending(outcome=Outcome.FAILED, at=now, exit_code=min(code, 255), cause=cause), now)
+
+
+def conclude(job: Job, ending: Ending, now: float) -> Job:
+    """Return the job ended so. Nothing is waited for any more."""
+    return restance(replace(job, ending=ending, short_at=None, enough_at=None, waiting_at=None), now)
 
 
 def _cool_down(job: Job, round_: Round, now: float) -> Job:
