@@ -85,13 +85,12 @@ class Ledger:
         """Take in one step of the job. Raises AssertionError when it broke a promise."""
         self.content = False
         self._hear(before, event, now)
-        if after.round is not None and (self.book is None or after.round.uid != self.book.uid):
-            if before.running is not None:  # growth or an operator broke it and all were ready in the same instant
-                self._broke(before, event, now)
-            self._sealed(before, after, after.round, now)
-        elif before.running is not None and after.running is None and after.ending is None:
+        self._depart(before, after, now)
+        if before.running is not None and after.running is not before.running and self._breaks(before, after):
             self._broke(before, event, now)
         self._verdict(before, after, now)
+        if after.round is not None and (self.book is None or after.round.uid != self.book.uid):
+            self._sealed(before, after, after.round, now)
         self._ended(before, after)
         self._standing(after, event, now)
         self.content = True
@@ -101,7 +100,7 @@ class Ledger:
     def _hear(self, before: Job, event: Event, now: float) -> None:
         match event:
             case NodeHeard():
-                if event.uid not in self.barred:
+                if event.uid not in self.barred or event.uid in before.nodes:
                     self._words(before, event, now)
             case NodeLost():
                 self._gone(before, event.uid, CauseKind.NODE_LOST, now - event.silent_s)
@@ -117,6 +116,22 @@ class Ledger:
             case CloseAsked() | TimePassed():
                 pass
 
+    def _breaks(self, before: Job, after: Job) -> bool:
+        """Whether the running round broke, also if the next was sealed in the same step."""
+        assert before.running is not None
+        if after.round is None or after.round.uid != before.running.uid:
+            return True
+        return after.round.broken_at is not None
+
+    def _depart(self, before: Job, after: Job, now: float) -> None:
+        """Whoever was shown out is forgotten once nothing lives there."""
+        for uid in self.words.keys() - set(after.nodes):
+            assert uid in self.barred, f"{uid} was forgotten"
+            assert not self._may_live(uid) or self._overstayed(before, uid, now), f"{uid} was not waited for"
+            del self.words[uid]
+            if self.book is not None and uid in self.book.members:
+                self.book.ended.add(uid)
+
     def _may_live(self, uid: NodeUid) -> bool:
         """Whether processes of the last round may live there, as far as it has said."""
         word, book = self.words[uid], self.book
@@ -127,8 +142,8 @@ class Ledger:
         book, held = self.book, event.held
         self.words[event.uid] = event
         self.spoken.setdefault(event.uid, []).append(event)
-        if book is not None and event.uid in book.members and event.uid not in book.out:
-            if held is not None and held.round_uid == book.uid:
+        if book is not None and event.uid in book.members:
+            if held is not None and held.round_uid == book.uid and event.uid not in book.out:
                 self._complaints(before, book, event, now)
             if held is None or held.alive == 0:
                 self._part_ends(before, book, event, now)
@@ -239,7 +254,9 @@ class Ledger:
         if last is not None:
             self._verdict_is_complete(before, last, now)
             self._members_first(before, last, round_, now)
-            _ranks_kept(last, round_)
+            if not last.unreachable:  # who had to cool down, and is back already, is a newcomer
+                late = {uid for uid in last.members & set(self.words) if self._could_overstay(before, uid, now)}
+                _ranks_kept(last, last.out | late, round_)
         assert round_.restart_count == after.known.restarts_used
         self.book = Book(uid=round_.uid, seats=round_.seats, sealed_at=now)
 
@@ -251,6 +268,12 @@ class Ledger:
         grace_s = job.nodes[uid].spec.stop_grace_s + job.spec.timing.lease_s if uid in job.nodes else 0.0
         alive = (held := self.words[uid].held) is not None and held.alive > 0
         return now - since >= (grace_s if alive else min(grace_s, job.spec.timing.offer_s)) - 1e-6
+
+    def _could_overstay(self, job: Job, uid: NodeUid, now: float) -> bool:
+        """Whether enough time has passed since the break that a node may have given up its seat by being late."""
+        timing = job.spec.timing
+        wait_s = min(timing.offer_s, job.nodes[uid].spec.stop_grace_s + timing.lease_s)
+        return self.book is not None and self.book.broken_at is not None and now - self.book.broken_at >= wait_s - 1e-6
 
     def _members_first(self, before: Job, last: Book, round_: Round, now: float) -> None:
         seated = {s.uid for s in round_.seats}
@@ -267,44 +290,29 @@ class Ledger:
 
     def _verdict(self, before: Job, after: Job, now: float) -> None:
         """The cause, once fixed, is the right one; it is charged once if it is a worker's failure, and never else."""
-        grown = after.known.restarts_used - before.known.restarts_used
-        if before.uid != after.uid:
-            return
-        assert grown in (0, 1)
+        charged = after.known.restarts_used - before.known.restarts_used
+        assert charged in (0, 1)
         assert after.known.restarts_used <= after.spec.max_restarts
-        broken = self._fixed_now(before, after)
-        if broken is None:
-            assert grown == 0
+        book, broken = self.book, before.round
+        sealed = after.round is not before.round and (broken is None or after.round is None or after.round.uid != broken.uid)
+        final = after.round.final if after.round is not None and not sealed else True
+        if book is None or broken is None or broken.final or not final or book.broken_at is None:
+            assert not charged
             return
-        book = self.book
-        assert broken.cause is not None
-        if book is not None and book.uid == broken.uid:
-            self._verdict_is_complete(before, book, now)
-            first = min(book.evidence, key=lambda e: (e.victim, e.at), default=None)
-            if first is not None:
-                assert (broken.cause.kind, broken.cause.uid) == (first.kind, first.uid), "blamed the wrong one"
-        if broken.cause.kind is not CauseKind.WORKER_FAILED:
-            assert grown == 0, f"{broken.cause.kind} was charged"
-        elif grown:
-            assert broken.uid not in self.charged
-            self.charged.add(broken.uid)
-        else:
+        self._verdict_is_complete(before, book, now)
+        first = min(book.evidence, key=lambda e: (e.victim, e.at))
+        if after.round is not None and not sealed:  # else the next round hides it
+            assert after.round.cause is not None
+            assert (after.round.cause.kind, after.round.cause.uid) == (first.kind, first.uid), "blamed the wrong one"
+        fault = first.kind is CauseKind.WORKER_FAILED
+        if fault and before.known.restarts_used == after.spec.max_restarts:
             assert after.ending is not None
             assert after.ending.outcome is Outcome.FAILED
-            assert before.known.restarts_used == after.spec.max_restarts
-
-    def _fixed_now(self, before: Job, after: Job) -> Round | None:
-        """Return the round whose cause this step fixed. When it also sealed the next, the verdict shows in that."""
-        if after.round is None or before.round is None:
-            return None
-        if after.round.uid == before.round.uid:
-            return after.round if after.round.final and not before.round.final else None
-        grown = after.known.restarts_used > before.known.restarts_used
-        if before.round.final or not grown:
-            return None
-        assert after.known.charged_round_uid == before.round.uid
-        assert before.round.cause is not None
-        return before.round
+            fault = False
+        assert charged == fault, f"{first.kind} was charged {charged} times"
+        if charged:
+            assert broken.uid not in self.charged
+            self.charged.add(broken.uid)
 
     def _ended(self, before: Job, after: Job) -> None:
         if before.ending is not None and before.uid == after.uid:
@@ -377,8 +385,8 @@ def _ranks_tile(round_: Round) -> None:
         assert ranks == list(range(seats[0].role_world_size)), "role ranks tile"
 
 
-def _ranks_kept(last: Book, round_: Round) -> None:
-    old = {s.uid: s.group_rank for s in last.seats if s.uid not in last.out}
+def _ranks_kept(last: Book, out: set[NodeUid], round_: Round) -> None:
+    old = {s.uid: s.group_rank for s in last.seats if s.uid not in out}
     new = {s.uid: s.group_rank for s in round_.seats}
     survivors = old.keys() & new.keys()
     if not survivors:

@@ -133,7 +133,12 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
 def _cause_said(agent: Agent, place: Place, old: Place | None) -> list[Order]:
     """Why a round broke concerns those that were in it; the cause may change while more is being learnt."""
     cause, held = place.cause, agent.held
-    if cause is None or not cause.text or held is None or held.round_uid != place.known.round_uid:
+    if held is None:
+        return []
+    if cause is None or not cause.text:
+        forgotten = old is not None and old.valid_round_uid == held.round_uid and old.term != place.term
+        return [Say(Topic.CAUSE, wording.forgotten(held.assignment))] if forgotten and not agent.valid else []
+    if held.round_uid != place.known.round_uid:
         return []
     said = old.cause.text if old is not None and old.cause is not None and old.known == place.known else ""
     return [] if said == cause.text else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
@@ -146,7 +151,7 @@ def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:
         return replace(agent, away=away), []
     if agent.idle and not agent.done:
         left_s = agent.config.join_timeout_s - (now - max(away.since, agent.idle_at))
-        said = Say(Topic.WAIT, wording.no_daemon(agent.config.endpoints, fact.text, left_s))
+        said = Say(Topic.WAIT, wording.no_daemon(fact.text, left_s))
         return replace(agent, away=away), [said]
     text = wording.away_while_done(fact.text, DONE_ALONE_S) if agent.done else wording.away_while_training(fact.text)
     return replace(agent, away=replace(away, said=True)), [Say(Topic.WARN, text)]

@@ -72,9 +72,10 @@ class Launcher:
 
     async def run(self) -> int:
         """Return the exit code."""
-        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        for number in handled:
-            self._loop.add_signal_handler(number, self._signalled, number)
+        self._ignored = frozenset(n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or number not in self._ignored:  # nohup means what it says
+                self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.set_exception_handler(self._failed_callback)
         # The spawner comes first, before anything has threads that a child process could inherit a lock from.
         self._supervisor = await processes.Supervisor.start(self._process_fact)
@@ -190,6 +191,8 @@ class Launcher:
                 self._reading.add(reading)
                 reading.add_done_callback(self._reading.discard)
             case processes.HelperEnded(name=StoreHolder.NAME):
+                if self._early is not None:
+                    return  # nothing is open yet; the first to be opened will find no holder, and start one
                 self._tell(model.StoreLost(offer_id="", text=self._stores.problem or "its process died"))
             case processes.HelperEnded():
                 if fact.name == OwnDaemon.NAME and self._early is None:
@@ -343,7 +346,9 @@ class Launcher:
     async def _stop(self, order: model.Stop) -> None:
         async with self._processing:
             grace_s = 0.0 if self._hurried else order.grace_s
-            await self._supervisor.stop(signal=order.signal, grace_s=grace_s)
+            # Workers inherit what this process was started with ignored, as a script's background jobs are with SIGINT.
+            number = signal.SIGTERM if order.signal in self._ignored else order.signal
+            await self._supervisor.stop(signal=number, grace_s=grace_s)
             if self._reading:
                 await asyncio.wait(self._reading)  # how they ended is told before that they are gone
             self._tell(model.WorkersGone(round_uid=order.round_uid))

@@ -73,7 +73,7 @@ class Session:
     """Keeps a daemon told of how this node stands, and hears its place. All calls belong to one event loop.
 
     `on_place` hears every answer, repeated ones too. `on_away` hears of each failed attempt and broken stream, with the
-    reason. `on_refused` is called once at most; nothing is tried after it.
+    last error of each endpoint. `on_refused` is called once at most; nothing is tried after it.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Session:
     async def run(self) -> None:
         """Attend daemons until cancelled, or refused by one."""
         failed = 0  # attempts in a row that led to no place
+        errors: dict[Endpoint, str] = {}  # the last one of each endpoint
         turn = 0
         while True:
             endpoint = self._endpoints[turn % len(self._endpoints)]
@@ -141,7 +142,8 @@ class Session:
                 self._on_refused(str(refused))
                 return
             except (OSError, _Left) as error:
-                self._on_away(f"{endpoint}: {error}")
+                errors = {endpoint: str(error)} if self._attended else {**errors, endpoint: str(error)}
+                self._on_away("; ".join(f"{e} ({errors[e]})" for e in self._endpoints if e in errors))
             failed = 0 if self._attended else failed + 1
             turn += 1
             rounds = failed // len(self._endpoints)  # trying each endpoint once is not being impatient

@@ -36,6 +36,10 @@ def broke(seat: Assignment, cause: Cause) -> str:
     return f"round {seat.round} is over: {cause.text}"
 
 
+def forgotten(seat: Assignment) -> str:
+    return f"round {seat.round} is over: this daemon does not know it; starting over"
+
+
 def leaving(asked: LeaveAsked, *, busy: bool) -> str:
     return f"{asked.reason}: stopping the workers and leaving" if busy else f"{asked.reason}: leaving"
 
@@ -44,8 +48,8 @@ def left(asked: LeaveAsked) -> str:
     return f"left the job: {asked.reason}"
 
 
-def no_daemon(endpoints: str, error: str, left_s: float) -> str:
-    return f"waiting: no daemon at {endpoints} ({error}); {max(0.0, left_s):.0f} s left"
+def no_daemon(error: str, left_s: float) -> str:
+    return f"waiting: no daemon at {error}; {max(0.0, left_s):.0f} s left"
 
 
 def away_while_training(error: str) -> str:
@@ -95,7 +99,7 @@ def ended(status: Ended) -> str:
 def abandoned(endpoints: str, tried_s: float, error: str, held: Held | None) -> Exit:
     """Return the end of a node that found no daemon: its own workers' failure, if there was one, says more."""
     text = (
-        f"no daemon at {endpoints} for {tried_s:.0f} s; last error: {error}. "
+        f"no daemon at {endpoints} for {tried_s:.0f} s (last error: {error}). "
         "Is rendezvousd running there, is the host name right, and does a firewall let this port through?"
     )
     if held is None or not held.failures:

@@ -271,12 +271,10 @@ async def _pop(space: _Space, key: str, op_id: str, timeout_ms: int) -> bytes:
     except TimeoutError:
         raise WaitTimedOut(f"the queue {shown(key)} stayed empty for {timeout_ms} ms") from None
     finally:
-        # Whoever was woken and left without an item, or leaves some, wakes the next; a retry of this call, which must
-        # return the same, may have come meanwhile.
-        if space.kv.queue_len(key):
+        if space.kv.queue_len(key):  # whoever was woken and left without an item, or leaves some, wakes the next
             space.pushed.wake_first(key)
-        if op_id:
-            space.pushed.wake_tagged(key, op_id)
+    if op_id:  # a retry of this call may have come meanwhile, and must return the same
+        space.pushed.wake_tagged(key, op_id)
     return value
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import heapq
 import json
+import math
 import struct
 import sys
 import time
@@ -32,7 +34,7 @@ CONNECTIONS = 16
 METHOD = "/rendezvousd.v1.Rendezvous/Join"
 SEQ_TAG = bytes.fromhex("f901")  # field 31, fixed64
 SEQ = struct.Struct("<Q")
-TICK_S = 0.02  # the pacer's step: heartbeats are spread over the interval in portions of this length
+TICK_S = 0.02  # the pacer's step: heartbeats are sent in portions of this length
 PHASE_BOUND_S = 120.0
 
 
@@ -89,7 +91,6 @@ class Swarm:
     def __init__(self, nodes: int) -> None:
         self.size = nodes
         self.milestones = Milestones(nodes)
-        self.heartbeat_s = max(1.0, nodes / 1_000)
         self.up = 0  # messages sent, by all
         self.down = 0
 
@@ -98,6 +99,7 @@ class Stream:
     """One node's stream. Subclasses say what its messages are."""
 
     body: bytes  # the message, without its sequence number
+    heartbeat_s = 1.0  # the interval it was last told
 
     def __init__(self, swarm: Swarm, index: int) -> None:
         self.swarm = swarm
@@ -127,6 +129,11 @@ class Stream:
             self.spoke_at = time.monotonic()
             await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
 
+    def beat_after(self, instant: float) -> float:
+        """When it speaks next, at the latest, if it spoke then: each node has its own phase in the interval."""
+        phase = self.index / self.swarm.size
+        return (math.floor(instant / self.heartbeat_s - phase) + 1 + phase) * self.heartbeat_s
+
     def heard(self, message: bytes) -> bool:
         """Take in what came; whether there is something to say now."""
         raise NotImplementedError
@@ -138,6 +145,7 @@ class EchoNode(Stream):
     def __init__(self, swarm: Swarm, index: int) -> None:
         super().__init__(swarm, index)
         self.body = first_state(swarm.size, index).SerializeToString()
+        self.heartbeat_s = max(1.0, swarm.size / 1_000)  # as the daemon tells its nodes
 
     def heard(self, message: bytes) -> bool:
         """Every echo is a milestone; only the first two are waited for."""
@@ -172,7 +180,7 @@ class SimNode(Stream):
     def heard(self, message: bytes) -> bool:
         """Obey the place."""
         place = pb.Place.FromString(message)
-        self.swarm.heartbeat_s = place.heartbeat_ms / 1_000
+        self.heartbeat_s = place.heartbeat_ms / 1_000
         if place.HasField("ended") or place.HasField("removed"):
             raise BenchFailed(f"node {self.index} was sent away: {place.explain or place}")
         if self._answer_due and place.ack_seq >= self._answer_due:
@@ -259,32 +267,35 @@ class Server:
 
 
 class Meter:
-    """Between two looks: the server's CPU and the messages, per node."""
+    """The server's CPU and the messages, per node."""
 
     def __init__(self, swarm: Swarm, server: Server) -> None:
         self._swarm, self._server = swarm, server
-        self._cpu_s, self._up, self._down = server.cpu_s(), swarm.up, swarm.down
+        self._last = self._look()
 
     def read(self) -> tuple[float, float, float]:
-        """Microseconds of CPU, messages up, messages down."""
+        """Microseconds of CPU, messages up and messages down since the last reading."""
+        before, self._last = self._last, self._look()
+        cpu_s, up, down = (now - then for now, then in zip(self._last, before, strict=True))
         size = self._swarm.size
-        cpu_us = (self._server.cpu_s() - self._cpu_s) * 1e6
-        return cpu_us / size, (self._swarm.up - self._up) / size, (self._swarm.down - self._down) / size
+        return cpu_s * 1e6 / size, up / size, down / size
+
+    def _look(self) -> tuple[float, float, float]:
+        return self._server.cpu_s(), self._swarm.up, self._swarm.down
 
 
-async def keep_speaking(swarm: Swarm, nodes: list[Any], group: asyncio.TaskGroup) -> None:
-    """Make every node speak once in an interval, evenly spread, for ever."""
-    position, began = 0.0, time.monotonic()
+async def keep_speaking(nodes: list[Any], group: asyncio.TaskGroup) -> None:
+    """Let no node be silent for longer than the interval that it was told, for ever."""
+    beats = [(node.beat_after(time.monotonic()), node.index) for node in nodes]
+    heapq.heapify(beats)
     while True:
         await asyncio.sleep(TICK_S)
         now = time.monotonic()
-        step = (now - began) / swarm.heartbeat_s * swarm.size
-        began = now
-        for index in range(int(position), int(position + min(step, swarm.size))):
-            node = nodes[index % swarm.size]
-            if now - node.spoke_at > swarm.heartbeat_s / 2:  # a message of any kind is as good as a heartbeat
+        while beats[0][0] <= now:
+            node = nodes[beats[0][1]]
+            if 0.0 < node.spoke_at and node.beat_after(node.spoke_at) <= now:
                 group.create_task(node.say())
-        position = (position + step) % swarm.size
+            heapq.heapreplace(beats, (node.beat_after(now), node.index))
 
 
 async def measure(kind: str, port: int, server: Server, size: int, idle_s: float) -> Figures:
@@ -303,39 +314,51 @@ async def measure(kind: str, port: int, server: Server, size: int, idle_s: float
     async with asyncio.TaskGroup() as group:
         meter, began = Meter(swarm, server), time.perf_counter()
         tasks = [group.create_task(node.live(channels[node.index % CONNECTIONS])) for node in nodes]
-        figures.first_s = await swarm.milestones.wait("assigned to round 1" if kind == "daemon" else "echo 1") - began
         if kind == "daemon":
-            await swarm.milestones.wait("running in round 1")
-        figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
-        pacer = group.create_task(keep_speaking(swarm, nodes, group))
-
-        meter, began = Meter(swarm, server), time.perf_counter()
-        if kind == "daemon":
-            await play_next_round(swarm, nodes, figures, began)
+            tasks.append(group.create_task(keep_speaking(nodes, group)))
+            await play_rounds(swarm, nodes, meter, figures, began)
         else:
-            await asyncio.gather(*(node.say() for node in nodes))
-            figures.next_s = await swarm.milestones.wait("echo 2") - began
-        figures.next_cpu_us, figures.next_up, figures.next_down = meter.read()
+            await play_echoes(swarm, nodes, meter, figures, began)
+            tasks.append(group.create_task(keep_speaking(nodes, group)))
         figures.swarm_cpu_s = time.process_time() - own_cpu_s
-
-        await asyncio.sleep(min(idle_s, swarm.heartbeat_s))  # whoever spoke in the round pauses as long
-        up, cpu_s, began = swarm.up, server.cpu_s(), time.perf_counter()
-        await asyncio.sleep(idle_s)
-        seconds = max(time.perf_counter() - began, 1e-9)
-        figures.idle_percent = (server.cpu_s() - cpu_s) / seconds * 100
-        figures.idle_up_per_s = (swarm.up - up) / seconds
-        figures.rss_mb = server.rss_mb()
-        for task in (pacer, *tasks):
+        await idle(swarm, server, figures, idle_s)
+        for task in tasks:
             task.cancel()
     return figures
 
 
-async def play_next_round(swarm: Swarm, nodes: list[Any], figures: Figures, began: float) -> None:
-    """One node fails, everybody stops, everybody is dealt a place again."""
+async def play_rounds(swarm: Swarm, nodes: list[Any], meter: Meter, figures: Figures, began: float) -> None:
+    """All get a place; then one node fails, everybody stops, everybody is dealt a place again."""
+    figures.first_s = await swarm.milestones.wait("assigned to round 1") - began
+    await swarm.milestones.wait("running in round 1")
+    figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
+    began = time.perf_counter()
     await nodes[0].fail()
     figures.told_s = await swarm.milestones.wait("told to stop round 1") - began
     figures.next_s = await swarm.milestones.wait("assigned to round 2") - began
     await swarm.milestones.wait("running in round 2")
+    figures.next_cpu_us, figures.next_up, figures.next_down = meter.read()
+
+
+async def play_echoes(swarm: Swarm, nodes: list[Any], meter: Meter, figures: Figures, began: float) -> None:
+    """All get their first message back; then all send one more."""
+    figures.first_s = await swarm.milestones.wait("echo 1") - began
+    figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
+    began = time.perf_counter()
+    await asyncio.gather(*(node.say() for node in nodes))
+    figures.next_s = await swarm.milestones.wait("echo 2") - began
+    figures.next_cpu_us, figures.next_up, figures.next_down = meter.read()
+
+
+async def idle(swarm: Swarm, server: Server, figures: Figures, idle_s: float) -> None:
+    """Nothing but heartbeats."""
+    await asyncio.sleep(min(idle_s, 2.0))  # what the rounds stirred up settles
+    up, cpu_s, began = swarm.up, server.cpu_s(), time.perf_counter()
+    await asyncio.sleep(idle_s)
+    seconds = max(time.perf_counter() - began, 1e-9)
+    figures.idle_percent = (server.cpu_s() - cpu_s) / seconds * 100
+    figures.idle_up_per_s = (swarm.up - up) / seconds
+    figures.rss_mb = server.rss_mb()
 
 
 def main() -> None:

@@ -50,10 +50,12 @@ def succeeded() -> None:
 
 
 def main() -> None:
+    if "deaf" in sys.argv:
+        deaf()
     for prepare in (lambda: None, os.setsid, orphan, stopped, succeeded):
         child(prepare)
-    for wish in sys.argv[1:]:
-        {"deaf": deaf, "stopped": stopped}[wish]()
+    if "stopped" in sys.argv:
+        stopped()
     sleep()
 
 

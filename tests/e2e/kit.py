@@ -76,7 +76,9 @@ class Launcher:
 
     def says(self, pattern: str) -> re.Match[str]:
         """Wait until it says so."""
-        return until(lambda: self.said(pattern), f"{self.name} says {pattern!r}", lambda: self.process.poll() is not None)
+        return until(
+            lambda: self.said(pattern), f"{self.name} says {pattern!r}", lambda: self.process.poll() is not None
+        )
 
     def ends(self) -> int:
         """Wait until it has ended; its exit code, or the negative number of the signal that ended it."""

@@ -64,6 +64,8 @@ def refused(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it was let go between our connection and its being accepted
+        return False
     return False
 
 

@@ -144,8 +144,8 @@ def test_stop_leaves_nobody_but_helpers(wishes: list[str]) -> None:
             await n.supervisor.spawn("r1", [n.worker(rank, sys.executable, DIFFICULT, *wishes) for rank in range(2)])
             await until(lambda: len(marked(n.mark)) >= 2 * difficult_worker.PROCESSES + 1, "all have started")
             if "stopped" in wishes:
-                pid = n.supervisor.pids()[0]
-                await until(lambda: state(pid) == "T", "the worker is stopped")
+                pids = n.supervisor.pids().values()
+                await until(lambda: {state(pid) for pid in pids} == {"T"}, "the workers are stopped")
             assert await n.supervisor.stop(signal=signal.SIGTERM, grace_s=0.2) == 0
             assert (n.supervisor.alive(), marked(n.mark)) == (0, [helper.pid])
             ends = [await n.fact(WorkerEnded) for _ in range(2)]

@@ -141,7 +141,9 @@ def test_below_min_a_job_fails_at_the_join_timeout(stage: Stage) -> None:
     b.kill()
     assert a.ends() == 1
     (last,) = a.summary()
-    assert last.startswith("job failed: 1 of 2 nodes for 3 s (join timeout); the last round broke because node b was lost")
+    assert last.startswith(
+        "job failed: 1 of 2 nodes for 3 s (join timeout); the last round broke because node b was lost"
+    )
 
 
 def test_a_launcher_that_is_stuck_is_lost_within_its_lease_and_let_in_again_when_it_wakes(stage: Stage) -> None:
@@ -202,4 +204,4 @@ def test_the_first_failure_is_the_cause_and_not_those_that_follow_from_it(stage:
     stage.order("rank-1", "exit 1")
     assert [node.ends() for node in nodes.values()] == [1, 1]
     for node in nodes.values():
-        assert node.summary()[0] == f"job failed: rank 1 (local rank 0) on node {culprit} exited with code 1"
+        assert node.summary()[0] == f"job failed: rank 1 (local rank 0) on node {culprit} failed with exit code 1"

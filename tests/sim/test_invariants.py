@@ -220,7 +220,7 @@ class AnyHistory(RuleBasedStateMachine):
         if job is None or job.ending is None or self.stage.now < job.ending.at + job.spec.timing.ended_s:
             return
         for player in self.players():
-            if player.known.job_uid == job.uid or player.uid in job.nodes:
+            if player.uid in self.stage.ledger.spoken:
                 player.refuse()
         self.stage.forget()
 

@@ -1,4 +1,4 @@
-"""One namespace. What torch's own stores answer is in tests/wire/test_store.py, against torch."""
+"""One namespace. What torch's own stores answer is in tests/wire/test_store_torch.py, against torch."""
 
 from __future__ import annotations
 
@@ -142,7 +142,12 @@ def test_the_bytes_of_all_together_are_bounded() -> None:
     kv = small(total_bytes=2 * (ITEM_BYTES + 1) + 10)
     kv.set("a", b"12345")
     kv.queue_push("b", b"12345")
-    for refused in (lambda: kv.set("a", b"123456"), lambda: kv.queue_push("b", b""), lambda: kv.append("a", b"6")):
+    calls: list[Callable[[], object]] = [
+        lambda: kv.set("a", b"123456"),
+        lambda: kv.queue_push("b", b""),
+        lambda: kv.append("a", b"6"),
+    ]
+    for refused in calls:
         with pytest.raises(LimitExceeded, match="max-store-bytes"):
             refused()
     kv.set("a", b"")

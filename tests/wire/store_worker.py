@@ -1,10 +1,11 @@
-"""A worker of tests/wire/test_store.py: a real process with torch. Prints one line when all went well.
+"""A worker of tests/wire/test_store_torch.py: a real process with torch. Prints one line when all went well.
 
 usage: store_worker.py group-by-store | group-by-url | fork
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -68,5 +69,6 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(120, exit=True)  # a hang says where
     {"group-by-store": group_by_store, "group-by-url": group_by_url, "fork": fork}[sys.argv[1]]()
     print("all went well", rdzv.round().number)

@@ -4,6 +4,7 @@ Who is who, and what each file is for:
 
     launcher            rdzvrun: asyncio and gRPC threads; it must never fork
       supervisor.py       what the launcher asks for and is told about its processes
+      spawner_process.py  the spawner as its child: start, death, clearing up after it
       stores.py           the node's bootstrap stores, seen from the launcher
       link.py             a wire served by the launcher's event loop
     spawner             spawner.py, run by path: starts, watches and clears away everything below it

@@ -159,6 +159,7 @@ class Spawner:
                 raise ValueError(f"the launcher asks for {unknown!r}")
 
     def _start(self, body: Body, fds: list[int]) -> None:
+        """How a process comes to be is known here and in `_become` alone; all else goes by its pid."""
         argv = [to_bytes(word) for word in body["argv"]]
         env = {to_bytes(name): to_bytes(value) for name, value in body["env"].items()}
         own_pid = os.getpid()
