@@ -30,7 +30,7 @@ lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config pyproject.toml
 
-proto:  ## make rendezvousd/v1 from proto/ again
+proto:  ## make rendezvousd/v1 and rendezvousd/etcd from proto/ again
 	proto/generate.sh
 
 bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the same run (some 20 minutes)

@@ -149,12 +149,14 @@ class Table:
         row.broken, row.lease_s = False, pace.lease_s
         return row
 
-    def stream_ended(self, row: Attendance, stream: Stream, now: float) -> None:
-        """Shorten the wait for a node whose newest stream broke to its grace."""
-        if row.stream is stream and self._rows.get((row.run_id, row.uid)) is row:
-            # from now on, not from when it was last heard: until now the stream itself was a sign of life
-            row.heard_at, row.broken = now, True
-            self._put(row)
+    def stream_ended(self, row: Attendance, stream: Stream, now: float) -> bool:
+        """Shorten the wait for a node whose newest stream broke to its grace. False: it was not its newest."""
+        if row.stream is not stream or self._rows.get((row.run_id, row.uid)) is not row:
+            return False
+        # from now on, not from when it was last heard: until now the stream itself was a sign of life
+        row.heard_at, row.broken = now, True
+        self._put(row)
+        return True
 
     def drop(self, run_id: str, uid: NodeUid) -> None:
         self._rows.pop((run_id, uid), None)

@@ -18,7 +18,7 @@ from typing import Protocol
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
 from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StoreLost
-from rendezvousd.core.events import Event, NodeHeard, NodeLost, TimePassed
+from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.explain import explain
 from rendezvousd.core.liveness import Pace, pace
 from rendezvousd.core.machine import step, wakes_at
@@ -106,7 +106,8 @@ class Engine:
 
     def stream_ended(self, row: Attendance, stream: Stream) -> None:
         """Take in that a node's stream broke, which may or may not be the end of it."""
-        self.table.stream_ended(row, stream, self.clock.now())
+        if self.table.stream_ended(row, stream, self.clock.now()):
+            self._post(row.run_id, Letter(StreamBroke(uid=row.uid)))
 
     # ---------------------------------------------------------------------------------------- what anybody may ask
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rendezvousd.core.events import CloseAsked, Event, NodeHeard, NodeLost, NodeRemoved, RestartAsked, TimePassed
+from rendezvousd.core.events import (
+    CloseAsked,
+    Event,
+    NodeHeard,
+    NodeLost,
+    NodeRemoved,
+    RestartAsked,
+    StreamBroke,
+    TimePassed,
+)
 from rendezvousd.core.explain import explain
 from rendezvousd.core.machine import step, wakes_at
 from rendezvousd.core.model import (
@@ -85,6 +94,7 @@ class Ledger:
         """Take in one step of the job. Raises AssertionError when it broke a promise."""
         self.content = False
         self._hear(before, event, now)
+        self._refused(before, event, after)
         self._depart(before, after, now)
         if before.running is not None and after.running is not before.running and self._breaks(before, after):
             self._broke(before, event, now)
@@ -113,7 +123,7 @@ class Ledger:
             case RestartAsked():
                 if self.book is not None and before.running is not None:
                     self._evidence(before, Evidence(False, now, CauseKind.OPERATOR, NodeUid("")))
-            case CloseAsked() | TimePassed():
+            case StreamBroke() | CloseAsked() | TimePassed():
                 pass
 
     def _breaks(self, before: Job, after: Job) -> bool:
@@ -122,6 +132,20 @@ class Ledger:
         if after.round is None or after.round.uid != before.running.uid:
             return True
         return after.round.broken_at is not None
+
+    def _refused(self, before: Job, event: Event, after: Job) -> None:
+        """Nobody is refused but for a different spec, or for want of room."""
+        if not isinstance(event, NodeHeard) or event.uid in before.nodes or event.uid in self.barred:
+            return
+        if event.uid in after.gone:
+            assert event.job_spec != before.spec or event.leaving or "the most" in after.gone[event.uid].reason
+            self.barred.add(event.uid)
+
+    def forgotten(self) -> None:
+        """The job was dropped, some time after its end; nothing is known of it any more."""
+        self.greatest = 0
+        self.book = None
+        self.barred.clear()
 
     def _depart(self, before: Job, after: Job, now: float) -> None:
         """Whoever was shown out is forgotten once nothing lives there."""
@@ -165,6 +189,9 @@ class Ledger:
                 told.add(failure.rank)
                 at = now - failure.age_s
                 self._evidence(before, Evidence(failure.victim_hint, at, CauseKind.WORKER_FAILED, event.uid))
+        if event.held.phase is Phase.FAILED and not event.held.failures and "failed" not in told:
+            told.add("failed")
+            self._evidence(before, Evidence(False, now, CauseKind.WORKER_FAILED, event.uid))
         for what, kind in (("store_lost", CauseKind.STORE_LOST), ("master_unreachable", CauseKind.NETWORK)):
             if getattr(event.held, what) and what not in told:
                 told.add(what)
@@ -255,7 +282,7 @@ class Ledger:
             self._verdict_is_complete(before, last, now)
             self._members_first(before, last, round_, now)
             if not last.unreachable:  # who had to cool down, and is back already, is a newcomer
-                late = {uid for uid in last.members & set(self.words) if self._could_overstay(before, uid, now)}
+                late = {uid for uid in last.members & set(before.nodes) if self._could_overstay(before, uid, now)}
                 _ranks_kept(last, last.out | late, round_)
         assert round_.restart_count == after.known.restarts_used
         self.book = Book(uid=round_.uid, seats=round_.seats, sealed_at=now)
@@ -294,7 +321,9 @@ class Ledger:
         assert charged in (0, 1)
         assert after.known.restarts_used <= after.spec.max_restarts
         book, broken = self.book, before.round
-        sealed = after.round is not before.round and (broken is None or after.round is None or after.round.uid != broken.uid)
+        sealed = after.round is not before.round and (
+            broken is None or after.round is None or after.round.uid != broken.uid
+        )
         final = after.round.final if after.round is not None and not sealed else True
         if book is None or broken is None or broken.final or not final or book.broken_at is None:
             assert not charged

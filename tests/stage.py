@@ -258,7 +258,9 @@ class Stage:
         self._minted += 1
         return f"{name}#{self._minted}"
 
-    def enter(self, *names: str, slots: int = 1, age_s: float = 0.0, submission: str = "", **spec: object) -> list[Player]:
+    def enter(
+        self, *names: str, slots: int = 1, age_s: float = 0.0, submission: str = "", **spec: object
+    ) -> list[Player]:
         """Start launchers that have not spoken yet."""
         new = [
             Player(
@@ -314,8 +316,7 @@ class Stage:
     def forget(self) -> None:
         """The daemon drops the job, which ended some time ago."""
         self.job_or_none = None
-        self.ledger.greatest = 0
-        self.ledger.book = None
+        self.ledger.forgotten()
 
     def apply(self, event: Event) -> None:
         before = self.job
@@ -399,10 +400,10 @@ class Stage:
             player.start()
         if player.alive and (player.held is None or player.held.phase not in LIVE):
             player.stopped()
-        if not player.exited:
-            for said in [*player.outbox, player.state(self.now)]:
+        if not player.refused:
+            for said in [*player.outbox, player.state(self.now)]:  # the last word of one that exits, too
                 self.deliver(said)
-            player.outbox.clear()
+        player.outbox.clear()
 
     def run(self, *names: str, **spec: object) -> list[Player]:
         """Join these nodes and bring the first round to running."""

@@ -143,7 +143,7 @@ class Session:
                 return
             except (OSError, _Left) as error:
                 errors = {endpoint: str(error)} if self._attended else {**errors, endpoint: str(error)}
-                self._on_away("; ".join(f"{e} ({errors[e]})" for e in self._endpoints if e in errors))
+                self._on_away("; ".join(f"{e}: {errors[e]}" for e in self._endpoints if e in errors))
             failed = 0 if self._attended else failed + 1
             turn += 1
             rounds = failed // len(self._endpoints)  # trying each endpoint once is not being impatient

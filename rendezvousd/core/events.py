@@ -26,6 +26,13 @@ class NodeHeard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBroke:
+    """The stream of a node broke. It may open another one within its grace, and then says everything again."""
+
+    uid: NodeUid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
     """The lease of a node ran out."""
 
@@ -61,4 +68,4 @@ class TimePassed:
     pass
 
 
-Event: TypeAlias = NodeHeard | NodeLost | NodeRemoved | RestartAsked | CloseAsked | TimePassed
+Event: TypeAlias = NodeHeard | StreamBroke | NodeLost | NodeRemoved | RestartAsked | CloseAsked | TimePassed

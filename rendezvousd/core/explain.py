@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nsmallest
 
 from rendezvousd.core.model import Job, Node, Outcome, Round, Stance
 from rendezvousd.core.rules import ending, growth, seats
@@ -34,7 +35,7 @@ def _ended(job: Job) -> str:
 
 
 def _running(job: Job, round_: Round, now: float) -> str:
-    text = f"round {round_.number} runs: {_nodes(len(round_.seats))}, {round_.world_size} ranks"
+    text = f"round {round_.number} runs: {_nodes(len(round_.seats))}, {_count(round_.world_size, 'rank')}"
     if round_.done:
         text += f"; {round_.done} of {len(round_.seats)} nodes have finished"
     if (waiting := job.tally.newcomers_ready) > 0:
@@ -75,14 +76,16 @@ def _left(due_at: float, now: float) -> str:
 
 
 def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count != 1 else ''}"
+    return _count(count, "node")
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _names(nodes: Iterable[Node]) -> str:
-    return _list([n.name for n in nodes])
-
-
-def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:NAMES_MAX]) or "nobody"
-    more = len(names) - NAMES_MAX
+    """Name the first few by arrival, so that the line changes only when they do."""
+    named = list(nodes)
+    shown = ", ".join(n.name for n in nsmallest(NAMES_MAX, named, key=lambda n: n.arrival)) or "nobody"
+    more = len(named) - NAMES_MAX
     return f"{shown} and {more} more" if more > 0 else shown

@@ -6,12 +6,23 @@ led there, in this order: waits that ran out, the verdict on a broken round, the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
-from rendezvousd.core.events import CloseAsked, Event, NodeHeard, NodeLost, NodeRemoved, RestartAsked, TimePassed
+from rendezvousd.core.events import (
+    CloseAsked,
+    Event,
+    NodeHeard,
+    NodeLost,
+    NodeRemoved,
+    RestartAsked,
+    StreamBroke,
+    TimePassed,
+)
 from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome
 from rendezvousd.core.rules import ending, growth, hear, seats, verdict
 from rendezvousd.core.settings import Limits
+from rendezvousd.core.tally import place_node
 
 DEFAULT_LIMITS = Limits()
 
@@ -21,6 +32,8 @@ def step(job: Job, event: Event, now: float, limits: Limits = DEFAULT_LIMITS) ->
     match event:
         case NodeHeard():
             job = hear.heard(job, event, limits, now)
+        case StreamBroke():
+            job = _unheard(job, event, now)
         case NodeLost():
             job = _lost(job, event, limits, now)
         case NodeRemoved():
@@ -62,6 +75,12 @@ def wakes_at(job: Job) -> float | None:
         ending.forgettable_at(job),
     )
     return min((t for t in instants if t is not None), default=None)
+
+
+def _unheard(job: Job, event: StreamBroke, now: float) -> Job:
+    """Let no round be sealed over a node that may be dead: an offer stands for as long as the stream that made it."""
+    node = job.nodes.get(event.uid)
+    return job if node is None or node.offer is None else place_node(job, replace(node, offer=None), now)
 
 
 def _lost(job: Job, event: NodeLost, limits: Limits, now: float) -> Job:

@@ -16,7 +16,7 @@ def order(last: Round | None, survivors: Sequence[Node], newcomers: Sequence[Nod
     is left goes to displaced survivors first, then to newcomers in the order of a first round.
     """
     size = len(survivors) + len(newcomers)
-    if last is None or not survivors:
+    if last is None:
         return _first_order(newcomers, size)
     places: list[Node | None] = [None] * size
     displaced = []
@@ -26,7 +26,7 @@ def order(last: Round | None, survivors: Sequence[Node], newcomers: Sequence[Nod
             places[rank] = node
         else:
             displaced.append(node)
-    if places[0] is None:
+    if places[0] is None and survivors:
         places[0] = displaced.pop(0) if displaced else _take_first(places)
     strangers = _seat_successors(last, places, newcomers)
     rest = iter([*displaced, *_first_order(strangers, len(strangers))])

@@ -12,6 +12,7 @@ message with its last 8 bytes, the sequence number, changed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import heapq
 import json
@@ -35,7 +36,9 @@ METHOD = "/rendezvousd.v1.Rendezvous/Join"
 SEQ_TAG = bytes.fromhex("f901")  # field 31, fixed64
 SEQ = struct.Struct("<Q")
 TICK_S = 0.02  # the pacer's step: heartbeats are sent in portions of this length
+GOLDEN = 0.618034  # its multiples spread evenly between whole numbers
 PHASE_BOUND_S = 120.0
+OPEN_AT_ONCE = 50  # streams; between such portions those that are open are served, or they would be silent too long
 
 
 @dataclass
@@ -100,6 +103,7 @@ class Stream:
 
     body: bytes  # the message, without its sequence number
     heartbeat_s = 1.0  # the interval it was last told
+    told = False  # anything: until then it owes no heartbeat
 
     def __init__(self, swarm: Swarm, index: int) -> None:
         self.swarm = swarm
@@ -127,11 +131,12 @@ class Stream:
             self.seq += 1
             self.swarm.up += 1
             self.spoke_at = time.monotonic()
-            await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
+            with contextlib.suppress(asyncio.InvalidStateError):  # the stream is over: the reader says why
+                await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
 
     def beat_after(self, instant: float) -> float:
         """When it speaks next, at the latest, if it spoke then: each node has its own phase in the interval."""
-        phase = self.index / self.swarm.size
+        phase = (self.index * GOLDEN) % 1.0
         return (math.floor(instant / self.heartbeat_s - phase) + 1 + phase) * self.heartbeat_s
 
     def heard(self, message: bytes) -> bool:
@@ -145,7 +150,7 @@ class EchoNode(Stream):
     def __init__(self, swarm: Swarm, index: int) -> None:
         super().__init__(swarm, index)
         self.body = first_state(swarm.size, index).SerializeToString()
-        self.heartbeat_s = max(1.0, swarm.size / 1_000)  # as the daemon tells its nodes
+        self.heartbeat_s, self.told = max(1.0, swarm.size / 1_000), True  # as the daemon tells its nodes
 
     def heard(self, message: bytes) -> bool:
         """Every echo is a milestone; only the first two are waited for."""
@@ -166,11 +171,12 @@ class SimNode(Stream):
         state = first_state(swarm.size, index)
         self.body = state.SerializeToString()
         self._standing = b""  # held and offer
-        self._told = b""  # seen and known
+        self._told = b""  # seen, known and lease
         self._held = pb.Held()
         self._running = False
         self._answer_due = 0  # the seq of our message that we run, until it is answered
         self._obeyed = -1  # revision
+        self._lease_ms = 0
         state.ClearField("spec")
         state.ClearField("uptime_ms")
         self._first_offer = pb.NodeState(offer=state.offer).SerializeToString()
@@ -180,17 +186,17 @@ class SimNode(Stream):
     def heard(self, message: bytes) -> bool:
         """Obey the place."""
         place = pb.Place.FromString(message)
-        self.heartbeat_s = place.heartbeat_ms / 1_000
+        self.heartbeat_s, self.told = place.heartbeat_ms / 1_000, True
         if place.HasField("ended") or place.HasField("removed"):
             raise BenchFailed(f"node {self.index} was sent away: {place.explain or place}")
         if self._answer_due and place.ack_seq >= self._answer_due:
             self._answer_due = 0
             self.swarm.milestones.reach(f"running in round {self._held.assignment.round}")
-        if place.revision == self._obeyed:
+        if place.revision == self._obeyed and place.lease_ms == self._lease_ms:
             return False
-        self._obeyed = place.revision
-        told = pb.NodeState(seen=pb.Seen(term=place.term, revision=place.revision), known=place.known)
-        self._told = told.SerializeToString()
+        self._obeyed, self._lease_ms = place.revision, place.lease_ms
+        seen = pb.Seen(term=place.term, revision=place.revision)
+        self._told = pb.NodeState(seen=seen, known=place.known, lease_ms=place.lease_ms).SerializeToString()
         return self._obey(place)
 
     async def fail(self) -> None:
@@ -293,7 +299,7 @@ async def keep_speaking(nodes: list[Any], group: asyncio.TaskGroup) -> None:
         now = time.monotonic()
         while beats[0][0] <= now:
             node = nodes[beats[0][1]]
-            if 0.0 < node.spoke_at and node.beat_after(node.spoke_at) <= now:
+            if node.told and node.beat_after(node.spoke_at) <= now:
                 group.create_task(node.say())
             heapq.heapreplace(beats, (node.beat_after(now), node.index))
 
@@ -313,9 +319,12 @@ async def measure(kind: str, port: int, server: Server, size: int, idle_s: float
     own_cpu_s = time.process_time()
     async with asyncio.TaskGroup() as group:
         meter, began = Meter(swarm, server), time.perf_counter()
-        tasks = [group.create_task(node.live(channels[node.index % CONNECTIONS])) for node in nodes]
+        tasks = [group.create_task(keep_speaking(nodes, group))] if kind == "daemon" else []
+        for node in nodes:
+            tasks.append(group.create_task(node.live(channels[node.index % CONNECTIONS])))
+            if len(tasks) % OPEN_AT_ONCE == 0:
+                await asyncio.sleep(0)
         if kind == "daemon":
-            tasks.append(group.create_task(keep_speaking(nodes, group)))
             await play_rounds(swarm, nodes, meter, figures, began)
         else:
             await play_echoes(swarm, nodes, meter, figures, began)

@@ -1,4 +1,4 @@
-"""What the tests of whole jobs share: launchers as real processes, workers that say what they do, conditions to wait for.
+"""What the tests of whole jobs share: real launchers, workers that say what they do, conditions to wait for.
 
 A `Stage` holds one test's daemon, launchers and files. Nothing here sleeps for a time that ought to be enough: a test
 waits until somebody said or did something, and what must *not* happen is shown by what happens after it.
@@ -120,9 +120,9 @@ class Stage:
         try:
             self._clear(strict=kind is None)
         finally:
-            for told in (*self.launchers, *self.daemons):
-                name = told.name if isinstance(told, Launcher) else "daemon"
-                print(f"---- {name}\n{told.text()}")
+            said = [*((x.name, x.text()) for x in self.launchers), *(("daemon", x.text()) for x in self.daemons)]
+            for name, text in said:
+                print(f"---- {name}\n{text}")
             print("---- workers\n" + self._tail())
 
     # ------------------------------------------------------------------------------------------- who plays

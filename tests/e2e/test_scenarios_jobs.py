@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.kit import Launcher, Stage, free_port, frozen
+from rendezvousd.v1 import rendezvous_pb2 as pb
+from tests.e2e.kit import RDZVRUN, Launcher, Stage, World, free_port, frozen, until
 from tests.e2e.relay import relay
 
 # A library that makes every process which loads it believe that it is 15 minutes later.
@@ -103,7 +101,7 @@ def test_a_name_can_be_used_again_while_the_old_job_waits_with_nobody_alive(stag
     second = stage.world(2, after=first)
     for node in old:
         node.kill()
-    stage.until(lambda: not stage.job().nodes or None, "the daemon knows that nobody is alive")
+    until(lambda: not stage.job().nodes, "the daemon knows that nobody is alive")
     new = stage.launch("c", "1", restarts=1)
     third = stage.world(1, after=second)
     assert third.restart == 0
@@ -132,7 +130,7 @@ def test_a_launcher_older_than_the_end_of_its_job_exits_with_the_outcome(stage: 
 def _finishes_first(stage: Stage, name: str) -> None:
     stage.order(f"finish-{name}")
     stage.until(
-        lambda: [n for n in stage.job().nodes if (n.node_name, n.state) == (name, "succeeded")] or None,
+        lambda: [n for n in stage.job().nodes if (n.node_name, n.state) == (name, "succeeded")],
         f"the daemon knows that {name} has succeeded",
     )
 
@@ -145,18 +143,18 @@ def test_a_node_that_has_finished_may_go_and_the_job_still_succeeds(stage: Stage
     _finishes_first(stage, "a")
     nodes["a"].send(number)
     nodes["a"].ends()
-    stage.until(lambda: "a" not in [n.node_name for n in stage.job().nodes] or None, "the daemon misses a")
+    stage.until(lambda: "a" not in [n.node_name for n in stage.job().nodes], "the daemon misses a")
     more = stage.launch("c", "1:2", conf={"last_call_timeout": "10"})
     more.says("waiting: ")  # nobody is let in any more: that would be for nothing
     mine = tuple(pid for pid, node in zip(world.pids, world.nodes, strict=True) if node == "b")
-    stage.goes_on(type(world)(world.round, world.restart, ("b",), mine))
+    stage.goes_on(World(world.round, world.restart, ("b",), mine))
     stage.order("finish")
     assert (nodes["b"].ends(), more.ends()) == (0, 0)
     assert {e["round"] for e in stage.progress(event="start")} == {world.round}
 
 
 def test_a_pipe_that_reads_the_output_ends_with_the_launcher(stage: Stage) -> None:
-    command = f"'{Path(sys.executable).with_name('rdzvrun')}' --no-python echo hello | cat"
+    command = f"'{RDZVRUN}' --no-python echo hello | cat"
     done = subprocess.run(
         ["sh", "-c", command], env=stage.environment("a"), capture_output=True, text=True, timeout=90, check=True
     )
@@ -200,8 +198,8 @@ def test_a_job_goes_on_when_its_daemon_is_started_again(stage: Stage, number: si
     stage.daemon(listen=f"127.0.0.1:{port}")
     for node in nodes:
         node.says("the daemon is back")
-    stage.until(lambda: len(stage.job().nodes) == 2 or None, "both are back")
-    third = stage.world(2, after=first)
+    stage.until(lambda: (stage.job().phase, stage.job().world_size) == (pb.JOB_RUNNING, 2), "the job runs again")
+    third = stage.world(2, after=stage.job().known.round - 1)
     assert third.restart == 1
     stage.goes_on(third)
     stage.order("finish")

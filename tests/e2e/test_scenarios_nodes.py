@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.e2e.kit import TOGETHER, Stage, frozen, until
+from tests.e2e.kit import TOGETHER, Stage, World, free_port, frozen, until
+from tests.e2e.relay import relay
 
 
 def gone_from_job(stage: Stage, name: str) -> None:
@@ -161,6 +162,26 @@ def test_a_launcher_that_is_stuck_is_lost_within_its_lease_and_let_in_again_when
     assert not any(e["pid"] in both.pids for e in stage.progress(round=again.round))
     stage.order("finish")
     assert (awake.ends(), stuck.ends()) == (0, 0)
+
+
+def test_a_node_that_is_cut_off_trains_on_until_it_hears_that_the_others_went_on_without_it(stage: Stage) -> None:
+    served, port = stage.daemon(), free_port()
+    conf = {"lease": "2", "heartbeat": "0.4"}
+    with relay(served.port, port) as cable:
+        near = stage.launch("near", "1:2", conf=conf)
+        far = stage.launch("far", "1:2", conf=conf, endpoint=f"127.0.0.1:{port}")
+        both = stage.world(2)
+        cable.cut()
+        alone = stage.world(1, after=both)
+        near.says(r"round \d+ is over: node far was lost: silent for 2 s")
+        far.says(r"warning: the daemon is away \(.*\); training goes on")
+        island = World(both.round, both.restart, ("far",), (both.pids[both.nodes.index("far")],))
+        stage.goes_on(island)
+        cable.mend()
+        again = stage.world(2, after=alone)
+        assert (again.nodes, again.restart) == (("near", "far"), 0)
+        stage.order("finish")
+        assert (near.ends(), far.ends()) == (0, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

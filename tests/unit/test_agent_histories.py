@@ -322,5 +322,5 @@ class AnyHistory(RuleBasedStateMachine):
         assert waits or agent.done or self.reaching
 
 
-AnyHistory.TestCase.settings = settings(max_examples=3000, stateful_step_count=40, deadline=None)
+AnyHistory.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
 TestAnyHistory = AnyHistory.TestCase

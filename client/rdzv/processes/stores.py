@@ -79,7 +79,7 @@ class StoreHolder:
         if offer_id in self._open:
             raise ValueError(f"offer {offer_id} has a store")
         self._forget(time.monotonic())
-        listener = _listen(port_range, frozenset(self._quiet))
+        listener = listen(port_range, frozenset(self._quiet))
         with listener:  # the holder has its own copy
             port: int = listener.getsockname()[1]
             self._link.post({"do": "serve", "offer_id": offer_id, "port": port}, [listener.fileno()])
@@ -136,7 +136,7 @@ def _env() -> dict[str, str]:
     }
 
 
-def _listen(port_range: tuple[int, int] | None, quiet: frozenset[int]) -> socket.socket:
+def listen(port_range: tuple[int, int] | None, quiet: frozenset[int]) -> socket.socket:
     """A listening socket on a port that is not in `quiet`. Raises NoPort."""
     refused: list[socket.socket] = []  # kept bound, so that the kernel offers others
     taken = 0

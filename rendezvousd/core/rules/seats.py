@@ -23,7 +23,7 @@ def settles(job: Job) -> bool:
 
 
 def blocked(job: Job) -> bool:
-    """Return whether something else than time must come first: enough nodes, a verdict, an old worker's end, a member."""
+    """Return whether something else than time must come first: enough nodes, a verdict, old workers' end, a member."""
     tally = job.tally
     return job.enough_at is None or job.judging or tally.busy > 0 or tally.members_ready < tally.members
 

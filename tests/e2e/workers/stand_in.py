@@ -5,8 +5,8 @@
     stand_in.py --record        what goes wrong is also written where torch's `record` writes it
 
 It appends one line of JSON to $STAGE/progress.jsonl for each thing it does (start, step, end), and looks into
-$STAGE/orders between two steps: `finish` and `finish-NODE` end it with success; `rank-N` tells that rank to "exit 3", to
-"raise", to get "signal 11" or to "print" something, once.
+$STAGE/orders between two steps: `finish` and `finish-NODE` end it with success; `rank-N` tells that rank to "exit 3",
+to "raise", or to die of "signal 11", once.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ def obey() -> None:
         case "raise":
             raise ArithmeticError("the loss is not a number")
         case "signal":
-            signal.signal(int(argument), signal.SIG_DFL) if int(argument) != signal.SIGKILL else None
             os.kill(os.getpid(), int(argument))
             signal.pause()
-        case "print":
-            print(argument, flush=True)
+        case _:
+            raise ValueError(order)
 
 
 def train(reduce: Reduce) -> None:

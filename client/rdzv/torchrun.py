@@ -1,0 +1,29 @@
+"""The plugin through which stock `torchrun` meets at our daemon: `torchrun --rdzv-backend=rendezvousd ...`.
+
+torch loads what the entry points of the group `torchrun.handlers` name as soon as `torch.distributed.elastic` is
+imported, in every program that does so. So nothing is imported here before a handler is really wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+BACKEND = "rendezvousd"  # the entry point's name, and what --rdzv-backend says
+
+
+def get_handler() -> Callable[[Any], Any]:
+    """Return what makes a torch RendezvousHandler of torch's RendezvousParameters."""
+    return create_handler
+
+
+def create_handler(params: Any) -> Any:
+    """Return the handler of one node. ValueError, for people: the parameters make no sense.
+
+    No daemon is called before the handler's first rendezvous.
+    """
+    from rdzv.plugin.handler import Handler
+    from rdzv.plugin.settings import settings
+    from rdzv.plugin.stock import launch_config
+
+    return Handler(settings(params, launch_config()))

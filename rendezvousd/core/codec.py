@@ -1,0 +1,403 @@
+"""The stored form of a job: facts only.
+
+No instant is stored, as one read from one machine's clock means nothing on another: `load` arms every timer afresh.
+Nor is what each node says again by itself when it meets a new leader (its offer, how its workers are), as long as what
+followed from it is stored: who ended how, who gave up a seat, what broke the round. So most of what nodes say changes
+no record, and a leader that takes over believes members alive until they are heard or their time runs out.
+
+A record is a head and parts, both JSON. A part holds neighbours by order of coming, so that what changes together is
+stored together: one node's news rewrites one part, not a megabyte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from immutables import Map
+
+from rendezvousd.core.model import (
+    Calm,
+    Cause,
+    CauseKind,
+    Departure,
+    End,
+    Ending,
+    Failure,
+    Grow,
+    Held,
+    Job,
+    JobSpec,
+    JobUid,
+    Known,
+    Node,
+    NodeSpec,
+    NodeUid,
+    OnDaemonLoss,
+    Outcome,
+    Phase,
+    Round,
+    RoundUid,
+    Seat,
+)
+from rendezvousd.core.settings import Timing
+from rendezvousd.core.tally import part_open, restance, stance
+
+VERSION = 1
+# Nodes, seats or departures in one part: some 20 KB, which etcd writes as fast as a few bytes, and 80 parts for 10,000
+# nodes, so that their names fit into the head with ease.
+PER_PART = 128
+# Longest part; etcd takes requests of 1.5 MB, and a few names travel with it. Texts of failures can be longer together.
+PART_BYTES = 512 << 10
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+
+
+class RecordError(Exception):
+    """A stored record cannot be read. The text says which and why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A job as it is stored. `parts` by name, each at most PART_BYTES long; unchanged ones are the same objects."""
+
+    job: Job
+    head: bytes
+    parts: Mapping[str, bytes]
+    whole: Mapping[str, bytes]  # before long ones are cut
+    sources: Mapping[str, Sequence[object]]  # what each was made from
+
+
+def dump(job: Job, last: Record | None = None) -> Record:
+    """Return the record of a job. Of `last`, a record of the same run id, what has not changed is kept."""
+    sources = _sources(job, last)
+    whole = {}
+    for name, source in sources.items():
+        if last is not None and name in last.sources and _same(last.sources[name], source):
+            whole[name] = last.whole[name]
+        else:
+            whole[name] = _encode(_PARTS[name.partition("/")[0]](job, source)).encode()
+    parts = {}
+    for name, data in whole.items():
+        if len(data) <= PART_BYTES:
+            parts[name] = data
+        else:
+            pieces = range(0, len(data), PART_BYTES)
+            parts.update({f"{name}+{i}": data[at : at + PART_BYTES] for i, at in enumerate(pieces)})
+    return Record(job=job, head=_encode(_head(job)).encode(), parts=parts, whole=whole, sources=sources)
+
+
+def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float) -> Job:
+    """Return the stored job, every timer armed afresh at `now`. Raises RecordError."""
+    try:
+        fact = json.loads(head)
+        version = fact["version"]
+        if version != VERSION:
+            raise RecordError(f"it is of version {version}, and this daemon reads version {VERSION}")
+        return _job(fact, _join(parts), seed, now)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise RecordError(f"it is damaged: {type(error).__name__}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- what is a part
+
+
+def _sources(job: Job, last: Record | None) -> dict[str, Sequence[object]]:
+    """Return what each part is made from: if two are the same, so are the parts."""
+    sources: dict[str, Sequence[object]] = {}
+    if last is not None and job.nodes is last.job.nodes and _stubs_key(job) == _stubs_key(last.job):
+        sources.update(_kept(last, "nodes"))
+    else:
+        sources.update(_grouped("nodes", ((n.arrival, n) for n in job.nodes.values()), _stubs_key(job)))
+    if last is not None and job.gone is last.job.gone:
+        sources.update(_kept(last, "gone"))
+    else:
+        sources.update(_grouped("gone", ((d.order, (uid, d)) for uid, d in job.gone.items())))
+    round_ = job.round
+    if round_ is not None:
+        for at in range(0, len(round_.seats), PER_PART):
+            sources[f"seats/{at // PER_PART}"] = (round_.uid, *round_.seats[at : at + PER_PART])
+        if round_.ends or round_.forfeits or round_.unreachable:
+            sources["marks"] = (round_.uid, round_.ends, round_.forfeits, round_.unreachable)
+        if round_.evidence:
+            sources["evidence"] = (round_.uid, *round_.evidence)
+    if job.last_cause is not None or (job.ending is not None and job.ending.cause is not None):
+        sources["causes"] = (job.last_cause, job.ending.cause if job.ending is not None else None)
+    return sources
+
+
+def _grouped(name: str, items: Iterable[tuple[int, object]], *common: object) -> dict[str, list[object]]:
+    groups: dict[int, list[object]] = {}
+    for order, item in items:
+        groups.setdefault(order // PER_PART, list(common)).append(item)
+    return {f"{name}/{number}": group for number, group in groups.items()}
+
+
+def _kept(last: Record, name: str) -> dict[str, Sequence[object]]:
+    return {key: source for key, source in last.sources.items() if key.startswith(f"{name}/")}
+
+
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """By identity: comparing values would cost as much as encoding them."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) is str and a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _stubs_key(job: Job) -> str:
+    """Return what, beside the nodes themselves, decides what is stored of them (see `_stub`)."""
+    return job.round.uid if job.round is not None else ""
+
+
+# -------------------------------------------------------------------------------------------------------- encoding
+
+
+def _head(job: Job) -> dict[str, Any]:
+    spec, round_, ending, known = job.spec, job.round, job.ending, job.known
+    return {
+        "version": VERSION,
+        "run_id": job.run_id,
+        "uid": job.uid,
+        "spec": {
+            "min_nodes": spec.min_nodes,
+            "max_nodes": spec.max_nodes,
+            "max_restarts": spec.max_restarts,
+            "on_daemon_loss": spec.on_daemon_loss.value,
+            "grow": spec.grow.value,
+            "timing": {name: getattr(spec.timing, name) for name in Timing.__dataclass_fields__},
+        },
+        "submission": job.submission,
+        "arrivals": job.arrivals,
+        "departures": job.departures,
+        "known": {name: getattr(known, name) for name in Known.__dataclass_fields__},
+        "calm": {name: getattr(job.calm, name) for name in Calm.__dataclass_fields__},
+        "round": None
+        if round_ is None
+        else {
+            "uid": round_.uid,
+            "number": round_.number,
+            "restart_count": round_.restart_count,
+            "admitted": round_.admitted,
+            "broken": round_.broken_at is not None,
+            "final": round_.final,
+            "done": round_.done,
+        },
+        "ending": None
+        if ending is None
+        else {"outcome": ending.outcome.value, "exit_code": ending.exit_code, "may_exit": ending.may_exit},
+    }
+
+
+def _nodes_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    nodes: list[Node] = sorted(source[1:], key=lambda node: node.arrival)
+    return [
+        [
+            node.uid,
+            node.name,
+            node.arrival,
+            node.spec.slots,
+            node.spec.role,
+            node.spec.node_rank,
+            node.spec.topology,
+            node.spec.stop_grace_s,
+            node.leaving and _departure(node.leaving),
+            _stub(job, node),
+            node.cooling_until_at is not None,
+            node.unreachables,
+            node.overdue,
+        ]
+        for node in nodes
+    ]
+
+
+def _stub(job: Job, node: Node) -> list[Any] | None:
+    """Return of a node's processes what nothing else tells: that there are some, of a round long over (Quiet)."""
+    held = node.held
+    if held is None or not held.alive or part_open(job, node):
+        return None
+    return [held.round_uid, held.round, held.phase.value, held.alive]
+
+
+def _gone_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    return [[uid, *_departure(gone)] for uid, gone in sorted(source, key=lambda item: item[1].order)]
+
+
+def _departure(gone: Departure) -> list[Any]:
+    return [gone.by, gone.reason, gone.exit_code, gone.removed, gone.order]
+
+
+def _seats_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    seats: Sequence[Seat] = source[1:]
+    return [[getattr(seat, name) for name in _SEAT] for seat in seats]
+
+
+def _marks_part(job: Job, source: Sequence[Any]) -> list[str]:
+    """Return one letter for each seat: how its holder's part ended, how it gave it up, whether it saw the master."""
+    assert job.round is not None
+    _, ends, forfeits, unreachable = source
+    uids = [seat.uid for seat in job.round.seats]
+    return [
+        "".join(_LETTERS[ends.get(uid)] for uid in uids),
+        "".join(_LETTERS[forfeits.get(uid)] for uid in uids),
+        "".join("x" if uid in unreachable else "." for uid in uids),
+    ]
+
+
+def _evidence_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    causes: Sequence[Cause] = source[1:]
+    earliest = min(cause.at for cause in causes)
+    return [_cause(cause, cause.at - earliest) for cause in causes]
+
+
+def _causes_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    return [cause and _cause(cause, 0.0) for cause in source]
+
+
+def _cause(cause: Cause, after_s: float) -> list[Any]:
+    failure = cause.failure and [getattr(cause.failure, name) for name in _FAILURE]
+    return [cause.kind.value, after_s, cause.text, cause.uid, cause.name, failure]
+
+
+_SEAT = tuple(Seat.__dataclass_fields__)
+_FAILURE = tuple(Failure.__dataclass_fields__)
+_LETTERS: dict[End | None, str] = {
+    None: ".",
+    End.SUCCEEDED: "s",
+    End.FAILED: "f",
+    End.STOPPED: "t",
+    End.LOST: "l",
+    End.LEFT: "e",
+    End.OVERRUN: "o",
+}
+_ENDS = {letter: end for end, letter in _LETTERS.items() if end is not None}
+_PARTS = {
+    "nodes": _nodes_part,
+    "gone": _gone_part,
+    "seats": _seats_part,
+    "marks": _marks_part,
+    "evidence": _evidence_part,
+    "causes": _causes_part,
+}
+
+
+# -------------------------------------------------------------------------------------------------------- decoding
+
+
+def _join(parts: Mapping[str, bytes]) -> dict[str, list[Any]]:
+    """Return the lists by kind, in order, whatever they were cut into."""
+
+    def order(name: str) -> tuple[str, int, int]:
+        name, _, piece = name.partition("+")
+        kind, _, number = name.partition("/")
+        return kind, int(number or 0), int(piece or 0)
+
+    whole: dict[tuple[str, int], list[bytes]] = {}
+    for name in sorted(parts, key=order):
+        kind, number, _ = order(name)
+        whole.setdefault((kind, number), []).append(parts[name])
+    joined: dict[str, list[Any]] = {}
+    for (kind, _), pieces in whole.items():
+        joined.setdefault(kind, []).extend(json.loads(b"".join(pieces)))
+    return joined
+
+
+def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now: float) -> Job:
+    spec, ending = fact["spec"], fact["ending"]
+    last_cause, end_cause = (c and _read_cause(c, now) for c in parts.get("causes", (None, None)))
+    gone = [(NodeUid(uid), _read_departure(rest)) for uid, *rest in parts.get("gone", ())]
+    job = Job(
+        run_id=fact["run_id"],
+        uid=JobUid(fact["uid"]),
+        seed=seed,
+        spec=JobSpec(
+            min_nodes=spec["min_nodes"],
+            max_nodes=spec["max_nodes"],
+            max_restarts=spec["max_restarts"],
+            on_daemon_loss=OnDaemonLoss(spec["on_daemon_loss"]),
+            grow=Grow(spec["grow"]),
+            timing=Timing(**spec["timing"]),
+        ),
+        began_at=now,
+        submission=fact["submission"],
+        arrivals=fact["arrivals"],
+        gone=Map(gone),
+        departures=fact["departures"],
+        round=fact["round"] and _read_round(fact["round"], parts, now),
+        last_cause=last_cause,
+        known=Known(**fact["known"]),
+        calm=Calm(**fact["calm"]),
+        ending=ending
+        and Ending(
+            outcome=Outcome(ending["outcome"]),
+            at=now,
+            exit_code=ending["exit_code"],
+            cause=end_cause,
+            may_exit=ending["may_exit"],
+        ),
+        last_arrival_at=now,
+    )
+    nodes = [_read_node(job, stored, now) for stored in parts.get("nodes", ())]
+    return restance(replace(job, nodes=Map([(node.uid, node) for node in nodes])), now)
+
+
+def _read_node(job: Job, stored: Sequence[Any], now: float) -> Node:
+    uid, name, arrival, slots, role, node_rank, topology, stop_grace_s, leaving, held, *rest = stored
+    cooling, unreachables, overdue = rest
+    timing = job.spec.timing
+    cooldown_s = min(timing.cooldown_s * 2.0 ** max(0, unreachables - 1), timing.cooldown_max_s)
+    node = Node(
+        uid=NodeUid(uid),
+        name=name,
+        arrival=arrival,
+        spec=NodeSpec(slots=slots, role=role, node_rank=node_rank, topology=topology, stop_grace_s=stop_grace_s),
+        held=held and Held(round_uid=RoundUid(held[0]), round=held[1], phase=Phase(held[2]), alive=held[3]),
+        leaving=leaving and _read_departure(leaving),
+        cooling_until_at=now + cooldown_s if cooling else None,
+        unreachables=unreachables,
+        overdue=overdue,
+    )
+    # of an overdue one the stance is what it is overdue in; that of the others is derived when all is there
+    return replace(node, stance=stance(job, node)) if overdue else node
+
+
+def _read_departure(stored: Sequence[Any]) -> Departure:
+    by, reason, exit_code, removed, order = stored
+    return Departure(by=by, reason=reason, exit_code=exit_code, removed=removed, order=order)
+
+
+def _read_round(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], now: float) -> Round:
+    seats = tuple(Seat(**dict(zip(_SEAT, stored, strict=True))) for stored in parts["seats"])
+    ends, forfeits, unreachable = parts.get("marks", ("", "", ""))
+    return Round(
+        uid=RoundUid(fact["uid"]),
+        number=fact["number"],
+        seats=seats,
+        index=Map((seat.uid, seat.group_rank) for seat in seats),
+        world_size=sum(seat.slots for seat in seats),
+        restart_count=fact["restart_count"],
+        sealed_at=now,
+        admitted=fact["admitted"],
+        forfeits=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(forfeits) if letter != "."),
+        ends=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(ends) if letter != "."),
+        # Nothing happened before the takeover, as far as its clock can tell: a member that is never heard again fell
+        # silent first, and is not charged to its peers.
+        evidence=tuple(_read_cause(stored, now) for stored in parts.get("evidence", ())),
+        unreachable=frozenset(seats[i].uid for i, letter in enumerate(unreachable) if letter != "."),
+        broken_at=now if fact["broken"] else None,
+        final=fact["final"],
+        done=fact["done"],
+    )
+
+
+def _read_cause(stored: Sequence[Any], now: float) -> Cause:
+    kind, after_s, text, uid, name, failure = stored
+    return Cause(
+        kind=CauseKind(kind),
+        at=now + after_s,
+        text=text,
+        uid=NodeUid(uid),
+        name=name,
+        failure=failure and Failure(**dict(zip(_FAILURE, failure, strict=True))),
+    )

@@ -1,0 +1,226 @@
+"""Who belongs to a job, and to which one of the same name (Admit, Key, Instance)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rendezvousd.core.model import Departure, Ending, Grow, JobSpec, OnDaemonLoss, Outcome
+from rendezvousd.core.place import Wait, Waiting
+from rendezvousd.core.rules.admit import disagreement
+from rendezvousd.core.settings import Limits, Timing
+from tests.stage import Stage, failure, job_spec
+
+
+def test_admit_a_node_whose_spec_disagrees_is_refused_with_the_difference() -> None:
+    stage = Stage("2:3", max_restarts=1)
+    stage.join("a")
+    (b,) = stage.enter("b")
+    b.job_spec = job_spec("1:4", max_restarts=2)
+    stage.hear(b)
+    assert stage.place(b) == Departure(
+        by="rendezvousd",
+        reason="refused: --nnodes is 2:3 in this job, but this node says 1:4; "
+        "--max-restarts is 1 in this job, but this node says 2",
+        exit_code=2,
+    )
+    assert list(stage.job.nodes) == [stage.players[0].uid], "nobody else is harmed"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"min_nodes": 1}, "--nnodes is 2:2 in this job, but this node says 1:2"),
+        ({"on_daemon_loss": OnDaemonLoss.STOP}, "--on-daemon-loss is continue in this job, but this node says stop"),
+        ({"grow": Grow.NEVER}, "grow is quiet in this job, but this node says never"),
+        ({"timing": Timing(join_s=60)}, "join_s is 600 in this job, but this node says 60"),
+        ({}, ""),
+    ],
+)
+def test_admit_the_difference_is_spelled_out(change: dict[str, object], told: str) -> None:
+    spec = JobSpec(min_nodes=2, max_nodes=2)
+    assert disagreement(spec, replace(spec, **change)) == told  # type: ignore[arg-type]
+
+
+def test_admit_what_may_differ_from_node_to_node_does() -> None:
+    stage = Stage("2")
+    stage.join("a", slots=1)
+    stage.join("b", slots=8, stop_grace_s=5.0, role="evaluator")
+    assert stage.roster() == ["a", "b"]
+
+
+def test_admit_a_surplus_node_becomes_a_spare_and_never_disturbs() -> None:
+    stage = Stage("1:4")
+    *_, e = stage.run("a", "b", "c", "d", "e")
+    assert stage.roster() == ["a", "b", "c", "d"]
+    assert stage.place(e) == Waiting(Wait.SPARE, None)
+    assert stage.said == "round 1 runs: 4 nodes, 4 ranks; 1 spare"
+    stage.wait(3600)
+    assert stage.round.number == 1
+
+
+def test_admit_more_nodes_than_the_daemon_attends_are_refused_by_name() -> None:
+    stage = Stage("1:2")
+    stage.limits = Limits(nodes_per_job=2)
+    *_, c = stage.join("a", "b", "c")
+    assert stage.place(c) == Departure(
+        by="rendezvousd", reason="refused: job 'run' has 2 nodes, the most this daemon attends", exit_code=1
+    )
+
+
+def test_key_a_restarted_launcher_is_not_taken_for_its_dead_predecessor() -> None:
+    stage = Stage("2")
+    a, _ = stage.run("a", "b")
+    stage.die(a)
+    (again,) = stage.join("a")
+    assert stage.round.number == 1, "a successor evicts nobody"
+    assert isinstance(stage.place(again), Waiting)
+    stage.wait(1)
+    stage.lose(a)
+    stage.play()
+    assert [s.uid for s in stage.round.seats] == [stage.players[1].uid, again.uid]
+
+
+def test_leaving_is_final_for_that_process() -> None:
+    stage = Stage("1:2")
+    a, _b = stage.run("a", "b")
+    a.leave("got SIGTERM")
+    a.stopped()
+    stage.hear(a)
+    assert a.uid not in stage.job.nodes
+    a.leaving = None
+    stage.hear(a)  # a late heartbeat
+    assert a.uid not in stage.job.nodes
+    assert stage.place(a) == Departure(by="a", reason="got SIGTERM")
+
+
+def test_removed_nodes_are_remembered_up_to_a_limit() -> None:
+    stage = Stage("5")
+    stage.limits = Limits(tombstones=2)
+    for player in stage.join("a", "b", "c", "d")[:3]:
+        stage.remove(player)
+    assert set(stage.job.gone) == {p.uid for p in stage.players[1:3]}, "the oldest is forgotten first"
+
+
+def test_instance_an_ended_jobs_outcome_is_for_those_who_were_in_it() -> None:
+    stage = Stage("2")
+    a, b = stage.run("a", "b")
+    b.cut = True
+    a.fail(stage.now, failure())
+    stage.hear(a)
+    stage.wait(5)
+    stage.lose(b)
+    assert stage.ending.outcome is Outcome.FAILED
+    b.cut = False
+    b.stopped()
+    stage.hear(b)  # it comes back
+    assert stage.place(b) == stage.ending
+
+
+def test_instance_an_ended_jobs_outcome_is_for_the_same_submission() -> None:
+    stage = Stage("1")
+    stage.run("a", submission="slurm-7")
+    stage.close()
+    stage.wait(60)
+    (late,) = stage.enter("b", submission="slurm-7")
+    stage.hear(late)
+    assert stage.place(late) == stage.ending
+
+
+def test_instance_an_ended_jobs_outcome_is_for_launchers_older_than_its_end() -> None:
+    stage = Stage("1")
+    stage.run("a")
+    stage.close()
+    stage.wait(60)
+    (older,) = stage.enter("b", age_s=61)
+    stage.hear(older)
+    assert isinstance(stage.place(older), Ending)
+
+
+def test_instance_the_outcome_is_told_to_a_latecomer_whose_spec_disagrees_too() -> None:
+    stage = Stage("1")
+    stage.run("a")
+    stage.close()
+    (older,) = stage.enter("b", age_s=61)
+    older.job_spec = job_spec("3")
+    stage.hear(older)
+    assert isinstance(stage.place(older), Ending)
+
+
+@pytest.mark.parametrize("how", ["success", "failure"])
+def test_instance_the_same_run_id_after_an_end_is_a_new_job(how: str) -> None:
+    stage = Stage("1", max_restarts=1)
+    (a,) = stage.run("a")
+    a.fail(stage.now, failure())
+    stage.play()
+    assert stage.job.known.restarts_used == 1
+    a.finish() if how == "success" else a.fail(stage.now, failure())
+    stage.play()
+    old = stage.job
+    assert old.ending is not None
+    stage.wait(1)
+    (b,) = stage.run("b")
+    assert stage.job.uid != old.uid
+    assert stage.job.known.restarts_used == 0, "the budget is the new submission's own"
+    assert stage.round.number == old.known.round + 1, "numbers only grow"
+    assert stage.roster() == ["b"]
+    assert b.held is not None
+
+
+def test_instance_a_job_with_nobody_alive_gives_way_to_a_fresh_submission() -> None:
+    stage = Stage("1", max_restarts=1)
+    (a,) = stage.run("a")
+    stage.kill(a)
+    assert stage.said.startswith("0 of 1 node; waiting for 1 more")
+    uid, stage.spec = stage.job.uid, job_spec("1:2", max_restarts=5)
+    stage.run("b")
+    assert stage.job.uid != uid
+    assert stage.job.spec.max_restarts == 5
+
+
+def test_instance_a_successor_of_the_same_submission_carries_the_job_on() -> None:
+    stage = Stage("1", max_restarts=1)
+    (a,) = stage.run("a", submission="s")
+    uid = stage.job.uid
+    stage.kill(a)
+    stage.run("b", submission="s")
+    assert (stage.job.uid, stage.round.number) == (uid, 2)
+
+
+def test_instance_a_node_of_a_superseded_job_is_turned_away() -> None:
+    stage = Stage("1")
+    (a,) = stage.run("a")
+    a.cut = True
+    stage.wait(5)
+    stage.lose(a)
+    stage.run("b")
+    a.cut = False
+    stage.hear(a)
+    assert a.refused
+    assert stage.roster() == ["b"]
+
+
+def test_instance_who_was_shown_out_of_the_old_job_does_not_slip_into_the_new() -> None:
+    """Its launcher has not read yet that it is out, so it says what a fresh one would."""
+    stage = Stage("1:2")
+    (a,) = stage.enter("a")
+    stage.hear(a)
+    stage.remove(a)
+    (b,) = stage.join("b")
+    stage.hear(a)
+    stage.wait(30)
+    assert isinstance(stage.place(a), Departure)
+    assert stage.roster() == [b.name]
+
+
+def test_instance_an_offer_made_to_the_old_job_does_not_count_in_the_new() -> None:
+    stage = Stage("1")
+    (a,) = stage.enter("a")
+    stage.hear(a)
+    assert stage.roster() == ["a"], "its store was dealt, though it does not know yet"
+    stage.lose(a)
+    (b,) = stage.join("b")
+    stage.lose(b)
+    stage.hear(a)
+    assert stage.roster() == []
