@@ -84,11 +84,12 @@ class Attendance:
         self.seen = 0  # newest revision it echoed
         self.slot = -1
 
-    def tell(self, revision: int, now: float) -> None:
-        """Note that the node was told this revision."""
+    def tell(self, revision: int, lease_s: float, now: float) -> None:
+        """Note that the node was told this revision, and this lease. A shorter one holds when it has spoken again."""
         if self.told <= self.seen:
             self.told_at = now
         self.told = revision
+        self.lease_s = max(self.lease_s, lease_s)
 
     def echo(self, revision: int, now: float) -> None:
         """Note that the node says it has obeyed this revision."""

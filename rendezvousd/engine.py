@@ -34,6 +34,10 @@ log = logging.getLogger(__name__)
 WINDOW_S = 0.003
 # Letters folded without letting the readers of streams run: a burst of 10,000 is cut into pieces of some milliseconds.
 FOLD_MAX = 512
+# An explanation has a countdown in it; so long it is used for all who ask.
+EXPLAIN_FRESH_S = 0.5
+# Jobs of so many nodes are explained anew after every change.
+EXPLAIN_ALWAYS_MAX = 64
 # Uids of dropped jobs that are remembered, so that a launcher which slept through the end does not start it anew.
 FINISHED_MAX = 4096
 
@@ -56,6 +60,21 @@ class Room:
     wakes_at: float | None = None
     watchers: set[asyncio.Event] = field(default_factory=set)
     said: str = ""  # the last explanation logged, without its numbers
+    _explained: tuple[Job, int, float, str] | None = None
+
+    def explain(self, now: float) -> str:
+        """Return why the job is where it is; of a large job, as it was up to EXPLAIN_FRESH_S ago.
+
+        Naming nodes looks at all of them, and while thousands arrive the job changes with every fold.
+        """
+        if self._explained is not None:
+            job, revision, at, text = self._explained
+            fresh = job is self.job or len(self.job.nodes) > EXPLAIN_ALWAYS_MAX
+            if fresh and revision == self.revision and now < at + EXPLAIN_FRESH_S:
+                return text
+        text = explain(self.job, now)
+        self._explained = (self.job, self.revision, now, text)
+        return text
 
 
 @dataclass(slots=True)
@@ -102,6 +121,7 @@ class Engine:
         if current is not row or row.stream is not stream:
             return False
         row.heard_at = row.spoke_at = self.clock.now()
+        row.lease_s = self.pace(row.run_id).lease_s
         return True
 
     def stream_ended(self, row: Attendance, stream: Stream) -> None:
@@ -138,7 +158,7 @@ class Engine:
         if generation and generation != self.term:
             raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
         if round_uid and (room.job.running is None or room.job.running.uid != round_uid):
-            raise RoundOver(f"the round you belong to is over: {explain(room.job, self.clock.now())}")
+            raise RoundOver(f"the round you belong to is over: {room.explain(self.clock.now())}")
 
     def add_namespaces(self, namespaces: Namespaces) -> None:
         """Tell this keeper of contents when rounds and jobs end."""
@@ -274,9 +294,9 @@ class Engine:
         """Tell every attached node its place: it has changed."""
         self._revision += 1
         room.revision = self._revision
-        now = self.clock.now()
+        now, lease_s = self.clock.now(), self.pace(room.job.run_id).lease_s
         for row in self.table.of(room.job.run_id, iter(room.job.nodes)):
-            row.tell(room.revision, now)
+            row.tell(room.revision, lease_s, now)
             row.stream.notify()
 
     def _answer(self, run_id: str, letters: list[Letter]) -> None:
@@ -316,7 +336,7 @@ class Engine:
 
     def _log(self, room: Room) -> None:
         """Log the explanation when it says something new; a countdown is nothing new."""
-        text = explain(room.job, self.clock.now())
+        text = room.explain(self.clock.now())
         said = "".join(c for c in text if not c.isdigit())
         if said != room.said:
             room.said = said

@@ -6,7 +6,8 @@ only `place`, `explain` and `wakes_at`, whose answers are what is judged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import assert_never
 
 from rendezvousd.core.events import (
     CloseAsked,
@@ -123,8 +124,13 @@ class Ledger:
             case RestartAsked():
                 if self.book is not None and before.running is not None:
                     self._evidence(before, Evidence(False, now, CauseKind.OPERATOR, NodeUid("")))
-            case StreamBroke() | CloseAsked() | TimePassed():
+            case StreamBroke():
+                if event.uid in self.words:  # what it offered stands no longer
+                    self.words[event.uid] = replace(self.words[event.uid], offer=None)
+            case CloseAsked() | TimePassed():
                 pass
+            case _:
+                assert_never(event)
 
     def _breaks(self, before: Job, after: Job) -> bool:
         """Whether the running round broke, also if the next was sealed in the same step."""
@@ -283,7 +289,7 @@ class Ledger:
             self._members_first(before, last, round_, now)
             if not last.unreachable:  # who had to cool down, and is back already, is a newcomer
                 late = {uid for uid in last.members & set(before.nodes) if self._could_overstay(before, uid, now)}
-                _ranks_kept(last, last.out | late, round_)
+                _ranks_kept(last, last.out, late, round_)
         assert round_.restart_count == after.known.restarts_used
         self.book = Book(uid=round_.uid, seats=round_.seats, sealed_at=now)
 
@@ -414,13 +420,14 @@ def _ranks_tile(round_: Round) -> None:
         assert ranks == list(range(seats[0].role_world_size)), "role ranks tile"
 
 
-def _ranks_kept(last: Book, out: set[NodeUid], round_: Round) -> None:
-    old = {s.uid: s.group_rank for s in last.seats if s.uid not in out}
+def _ranks_kept(last: Book, out: set[NodeUid], late: set[NodeUid], round_: Round) -> None:
+    """Judge the ranks of survivors; some of those that are `late` may have given up their seats, and be newcomers."""
+    old = {s.uid: s.group_rank for s in last.seats if s.uid not in out | late}
     new = {s.uid: s.group_rank for s in round_.seats}
     survivors = old.keys() & new.keys()
     if not survivors:
         return
-    assert round_.seats[0].uid in survivors, "rank 0 stays with a survivor"
+    assert round_.seats[0].uid in survivors | late, "rank 0 stays with a survivor"
     moved = [u for u in survivors if old[u] < len(new) and old[u] != new[u]]
     assert len(moved) <= 1, "survivors keep their rank"
     if moved:

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from rendezvousd.core.events import CloseAsked, Event, NodeHeard, NodeLost, NodeRemoved, RestartAsked, TimePassed
+from rendezvousd.core.events import (
+    CloseAsked,
+    Event,
+    NodeHeard,
+    NodeLost,
+    NodeRemoved,
+    RestartAsked,
+    StreamBroke,
+    TimePassed,
+)
 from rendezvousd.core.explain import explain
 from rendezvousd.core.machine import step, wakes_at
 from rendezvousd.core.model import (
@@ -241,6 +250,9 @@ class Stage:
         assert self.job.ending is not None
         return self.job.ending
 
+    def may_exit(self) -> bool:
+        return self.ending.may_exit
+
     @property
     def said(self) -> str:
         return explain(self.job, self.now)
@@ -338,9 +350,17 @@ class Stage:
         silent_s = min(silent_s, self.now - self.heard_at.get(player.uid, self.now))
         self.apply(NodeLost(uid=player.uid, silent_s=silent_s, why=why))
 
+    def break_stream(self, player: Player) -> None:
+        """The player's stream breaks, and with it goes what was on the way."""
+        player.outbox.clear()
+        player.mail.clear()
+        if self.job_or_none is not None:
+            self.apply(StreamBroke(uid=player.uid))
+
     def kill(self, player: Player) -> None:
         """The player's launcher and workers die at once, and the daemon notices by the broken stream."""
         self.die(player)
+        self.break_stream(player)
         self.wait(1)
         self.lose(player, silent_s=1)
 

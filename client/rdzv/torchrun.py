@@ -2,6 +2,9 @@
 
 torch loads what the entry points of the group `torchrun.handlers` name as soon as `torch.distributed.elastic` is
 imported, in every program that does so. So nothing is imported here before a handler is really wanted.
+
+torch 2.4 does not look at entry points yet. There, and wherever this package is used without being installed,
+`python -m rdzv.torchrun` stands in for `torchrun`: the same program, which knows the backend.
 """
 
 from __future__ import annotations
@@ -27,3 +30,19 @@ def create_handler(params: Any) -> Any:
     from rdzv.plugin.stock import launch_config
 
     return Handler(settings(params, launch_config()))
+
+
+def main() -> None:
+    """Run torchrun, with the backend registered."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import main as torchrun
+
+    # By its importable name: run with -m, this very module is another one.
+    from rdzv.torchrun import create_handler as creator
+
+    rendezvous_handler_registry.register(BACKEND, creator)
+    torchrun()
+
+
+if __name__ == "__main__":
+    main()

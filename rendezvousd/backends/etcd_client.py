@@ -166,11 +166,11 @@ class EtcdClient:
     # ------------------------------------------------------------------------------------------------------ keys
 
     async def range(
-        self, key: bytes, end: bytes = b"", *, limit: int = 0, revision: int = 0, keys_only: bool = False
+        self, key: bytes, end: bytes = b"", *, limit: int = 0, revision: int = 0, timeout_s: float = CALL_S
     ) -> pb.RangeResponse:
         """Return the key, or the keys up to `end`, as all members agree. Raises EtcdError, EtcdCompacted."""
         return await self._call(
-            _RANGE, pb.RangeRequest(key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only)
+            _RANGE, pb.RangeRequest(key=key, range_end=end, limit=limit, revision=revision), timeout_s
         )
 
     async def txn(self, request: pb.TxnRequest) -> pb.TxnResponse:

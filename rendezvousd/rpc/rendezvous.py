@@ -15,7 +15,6 @@ import grpc
 
 from rendezvousd.attendance import Attendance
 from rendezvousd.core.errors import BadRequest
-from rendezvousd.core.explain import explain
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
 from rendezvousd.engine import Engine, Room
@@ -81,7 +80,7 @@ class Renderer:
             retry_max_ms=int(pace.retry_max_s * 1000),
             valid_round_uid=valid_round_uid(job),
             known=known_pb(job.known, job.uid),
-            explain=explain(job, now),
+            explain=room.explain(now),
         )
         if round_ is not None and round_.cause is not None:
             message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))
@@ -196,7 +195,7 @@ class JoinStream:
                 data = self._renderer.place(self.run_id, self.uid, self._seq)
             if data:
                 # a stream that is gone is its reader's news, not the writer's
-                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                     await self._context.write(data)
 
 

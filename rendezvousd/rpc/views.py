@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from immutables import Map
 
-from rendezvousd.core.explain import explain
 from rendezvousd.core.model import Job, Node, NodeUid, Stance
 from rendezvousd.engine import Engine, Room
 from rendezvousd.rpc.convert import HELD_PHASES, cause_pb, ended_pb, known_pb
@@ -19,7 +18,7 @@ def job_view(engine: Engine, room: Room, *, nodes: bool) -> pb.JobView:
         run_id=job.run_id,
         job_uid=job.uid,
         phase=pb.JOB_ENDED if job.ending is not None else pb.JOB_RUNNING if round_ is not None else pb.JOB_GATHERING,
-        explain=explain(job, now),
+        explain=room.explain(now),
         known=known_pb(job.known, job.uid),
         min_nodes=job.spec.min_nodes,
         max_nodes=job.spec.max_nodes,

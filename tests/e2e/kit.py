@@ -26,7 +26,7 @@ import grpc
 import psutil
 
 from rendezvousd.v1 import rendezvous_pb2 as pb
-from tests.daemon import Daemon, daemon
+from tests.daemon import ROOT, Daemon, daemon
 from tests.e2e.processes_kit import marked
 
 T = TypeVar("T")
@@ -163,6 +163,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                cwd=ROOT,
                 env=self.environment(name, env),
                 start_new_session=True,
             )

@@ -52,21 +52,22 @@ def test_a_node_killed_before_the_round_is_sealed_is_not_in_it(stage: Stage) -> 
 # ---------------------------------------------------------------------------------------------------- spares
 
 
-def test_a_spare_takes_the_place_and_the_rank_of_a_killed_node(stage: Stage) -> None:
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_spare_takes_the_place_and_the_rank_of_a_killed_node(stage: Stage, rank: int) -> None:
     stage.daemon()
-    a, b = stage.launch("a", "2"), stage.launch("b", "2")
+    nodes = {name: stage.launch(name, "2") for name in ("a", "b")}
     before = stage.world(2)
     spare = stage.launch("spare", "2")
     spare.says("waiting: .* spare")
     stage.goes_on(before)
-    victim = {"a": a, "b": b}[before.nodes[1]]
-    victim.kill()
+    nodes[before.nodes[rank]].kill()
     after = stage.world(2, after=before)
-    assert after.nodes == (before.nodes[0], "spare")
+    survivor = before.nodes[1 - rank]
+    assert after.nodes == (survivor, "spare")  # rank 0 is always a survivor's
     assert after.restart == 0
     spare.says(r"round 2: rank 1 of 2, node 1 of 2")
     stage.order("finish")
-    assert [x.ends() for x in stage.launchers if x is not victim] == [0, 0]
+    assert (nodes[survivor].ends(), spare.ends()) == (0, 0)
 
 
 def test_nothing_restarts_when_a_spare_is_killed(stage: Stage) -> None:

@@ -151,6 +151,11 @@ class AnyHistory(RuleBasedStateMachine):
 
     @precondition(anybody)
     @rule(who=WHO)
+    def stream_breaks(self, who: int) -> None:
+        self.stage.break_stream(self.who(who))
+
+    @precondition(anybody)
+    @rule(who=WHO)
     def returns(self, who: int) -> None:
         player = self.who(who)
         if player.cut:

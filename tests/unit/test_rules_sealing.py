@@ -296,3 +296,26 @@ def test_bounded_waits_a_stale_outsider_does_not_hold_up_a_job_for_ever() -> Non
     assert stage.roster() == ["a"]
     stage.hear(c)
     assert stage.roster() == ["a"]
+
+
+def test_offer_stands_only_as_long_as_the_stream_that_made_it() -> None:
+    """A launcher killed while its round is gathered is noticed by its stream before its lease runs out."""
+    stage = Stage("2")
+    (a,) = stage.join("a")
+    stage.die(a)
+    stage.break_stream(a)
+    stage.join("b")
+    assert stage.roster() == []
+    stage.wait(1)
+    stage.lose(a)
+    stage.join("c")
+    assert stage.roster() == ["b", "c"]
+
+
+def test_offer_is_made_again_by_a_stream_that_was_opened_again() -> None:
+    stage = Stage("2")
+    (a,) = stage.join("a")
+    stage.break_stream(a)
+    stage.hear(a)
+    stage.join("b")
+    assert stage.roster() == ["a", "b"]

@@ -201,7 +201,7 @@ def test_charge_nothing_but_a_failure_uses_a_restart(how: str) -> None:
         case "network":
             b.held = Held(round_uid=stage.round.uid, round=1, phase=Phase.STARTING)
             b.cannot_reach_master()
-        case "store":
+        case _:
             a.store_dies()
     stage.play()
     assert stage.round.number == 2

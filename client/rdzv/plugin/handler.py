@@ -154,7 +154,7 @@ def _goodbye(text: str) -> BaseException:
 def _is_torchrun() -> bool:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     module = spec.name if spec is not None else ""
-    return module == "torch.distributed.run" or Path(sys.argv[0]).name == "torchrun"
+    return module in ("torch.distributed.run", "rdzv.torchrun") or Path(sys.argv[0]).name == "torchrun"
 
 
 def _why_it_ends() -> str:

@@ -52,6 +52,8 @@ def settings(params: Any, config: Any | None) -> Settings:
     own, conf = _split(params.config)
     for note in conf.notes:
         log.warning("rendezvousd: --rdzv-conf: %s", note)
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        log.warning("rendezvousd: TORCH_DISABLE_SHARE_RDZV_TCP_STORE has no effect: every round has its own store")
     slots = own.get(SLOTS, getattr(config, "nproc_per_node", 1))
     max_restarts = own.get(MAX_RESTARTS, getattr(config, "max_restarts", 0))
     grace_s = _seconds(config, "shutdown_timeout", SHUTDOWN_TIMEOUT_S)

@@ -7,6 +7,7 @@ handed over; it is found on the call stack, by type. Whoever drives a handler in
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,6 @@ from rdzv.model import Assignment, Cause
 
 log = logging.getLogger("rdzv.torchrun")
 
-# Workers of older versions look for their peers under a prefix with their agent's restart count in it. Each agent
-# counts for itself, so that two nodes may never find each other.
-WITHOUT_PREFIX = (2, 6)
 # What breaks a round without any worker's fault. Workers that die of it, in a collective, cost nobody a restart.
 NOBODYS_FAULT = frozenset({"NODE_LOST", "NODE_LEFT", "NODE_REMOVED", "GROWTH", "OPERATOR"})
 
@@ -66,9 +64,19 @@ class Budget:
             agent._remaining_restarts += 1
             log.info("rendezvousd: the restart was not this node's fault (%s): it is not counted", cause.text)
         self._left = agent._remaining_restarts
-        if torch_version() < WITHOUT_PREFIX:
-            # The agent's count is the difference of the two.
+        if _peers_meet_by_restart_count():  # which is, for torch's agent, the difference of these two
             agent.get_worker_group().spec.max_restarts = self._left + seat.restart_count
+
+
+def _peers_meet_by_restart_count() -> bool:
+    """Return whether workers of this torch look for each other under their agent's restart count.
+
+    Those of 2.4 and 2.5 do. Each agent counts for itself, so that two nodes with different pasts would never meet.
+    """
+    module = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed has a function of this name
+    maker = getattr(module, "_create_c10d_store", None)
+    code = getattr(maker, "__code__", None)
+    return code is not None and "TORCHELASTIC_RESTART_COUNT" in code.co_consts
 
 
 def _calling_agent() -> Any | None:

@@ -1,0 +1,310 @@
+"""Jobs kept in etcd, written by one leader at a time.
+
+    <prefix>/leader                                  who leads (election.py)
+    <prefix>/jobs/<run id>/head                      one line of JSON on the record, then the job's head (core/codec.py)
+    <prefix>/jobs/<run id>/parts/<name>@<generation> the rest; never changed, only replaced
+
+A write puts the parts that are new and then, in one transaction, the head that names them; what no head names does not
+exist. Every transaction compares the leader's key, so that a deposed leader's late one is refused, and the head's
+revision. So it may be tried again when nobody knows what became of it: the head carries a random word of its writer,
+by which a success that was not heard of is recognized.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from rendezvousd.backends.etcd_client import EtcdClient, prefix_end
+from rendezvousd.backends.etcd_errors import EtcdCompacted
+from rendezvousd.core import codec
+from rendezvousd.core.errors import NotLeader
+from rendezvousd.core.model import Job
+from rendezvousd.etcd.v1 import etcd_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PREFIX = "/rendezvousd"
+FORMAT = 1  # of the head's first line
+# etcd takes 128 operations a transaction by default; the head, and what an operator may have lowered, have room.
+OPERATIONS_MAX = 100
+# etcd takes requests of 1.5 MB by default. Two parts of the greatest length fit, or 50 usual ones.
+BYTES_MAX = (1 << 20) + (1 << 18)
+# Keys read at a time: usual parts are 20 KB, so some megabytes an answer.
+PAGE = 256
+
+
+class Fence(Protocol):
+    """A term of leadership, as far as a write must know it (election.Term)."""
+
+    @property
+    def key(self) -> bytes: ...
+
+    @property
+    def revision(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A job as it was found, and the revision of its record."""
+
+    job: Job
+    revision: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of a record in etcd: which generation of each part it consists of, and what it says."""
+
+    revision: int = 0
+    generation: int = 0
+    parts: dict[str, int] = field(default_factory=dict)  # name -> generation
+    digests: dict[str, bytes] = field(default_factory=dict)
+    record: codec.Record | None = None
+
+
+class EtcdBackend:
+    """The records as one leader sees them; to be made anew for each term. `load` comes first.
+
+    While etcd is away a call waits, trying again with bounded pauses; `client.health` says why.
+    """
+
+    def __init__(self, client: EtcdClient, fence: Fence, prefix: str = DEFAULT_PREFIX) -> None:
+        self._client = client
+        self._fence = fence
+        self._jobs = f"{prefix.rstrip('/')}/jobs/".encode()
+        self._kept: dict[str, _Kept] = {}
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    async def load(self, now: float) -> list[Stored]:
+        """Return all jobs, their timers armed afresh at `now`, and remove what failed writes have left.
+
+        To be called once this daemon leads: then no other can write any more. Raises NotLeader, and codec.RecordError
+        if a record cannot be read, which is no reason to lose it.
+        """
+        keys = await self._client.persist(self._read_all)
+        found: list[Stored] = []
+        leftover: list[bytes] = []
+        for base, values in keys.items():
+            head = values.get(b"head")
+            if head is None:
+                leftover.extend(base + name for name in values)
+                continue
+            stored, named = self._read(base, head, values, now)
+            found.append(stored)
+            leftover.extend(base + name for name in values if name != b"head" and name not in named)
+        await self._remove(leftover)
+        return found
+
+    async def _read_all(self) -> dict[bytes, dict[bytes, pb.KeyValue]]:
+        """Return all keys, by job and name within it, as of one revision. Raises EtcdError."""
+        found: dict[bytes, dict[bytes, pb.KeyValue]] = {}
+        start, end, revision = self._jobs, prefix_end(self._jobs), 0
+        while True:
+            try:
+                page = await self._client.range(start, end, limit=PAGE, revision=revision)
+            except EtcdCompacted:  # between two pages; so much was written meanwhile
+                found, start, revision = {}, self._jobs, 0
+                continue
+            revision = revision or page.header.revision
+            for kv in page.kvs:
+                run_id, _, name = kv.key.removeprefix(self._jobs).partition(b"/")
+                found.setdefault(self._jobs + run_id + b"/", {})[name] = kv
+            if not page.more:
+                return found
+            start = page.kvs[-1].key + b"\0"
+
+    def _read(
+        self, base: bytes, head: pb.KeyValue, values: Mapping[bytes, pb.KeyValue], now: float
+    ) -> tuple[Stored, set[bytes]]:
+        """Return a job, and the names within its keys of the parts that it consists of."""
+        try:
+            line, job_head = _parse(head.value)
+            generations: dict[str, int] = line["parts"]
+            names = {name: _part_name(name, generation) for name, generation in generations.items()}
+            parts = {name: values[within].value for name, within in names.items()}
+            job = codec.load(job_head, parts, seed=secrets.token_hex(16), now=now)
+        except (codec.RecordError, ValueError, KeyError, TypeError) as error:
+            raise codec.RecordError(
+                f"the record at {head.key.decode(errors='replace')} cannot be read: {error}"
+            ) from error
+        self._kept[job.run_id] = _Kept(
+            revision=head.mod_revision,
+            generation=line["generation"],
+            parts=generations,
+            digests={name: _digest(data) for name, data in parts.items()},
+        )
+        return Stored(job, head.mod_revision), set(names.values())
+
+    # ---------------------------------------------------------------------------------------------------- writing
+
+    async def write(self, job: Job, *, expected: int) -> int:
+        """As Backend.write. A job that differs only in what is not stored costs nothing."""
+        kept = self._kept.get(job.run_id, _Kept())
+        if kept.revision != expected:
+            raise NotLeader(f"the record of job {job.run_id!r} is at revision {kept.revision}, not {expected}")
+        record = codec.dump(job, kept.record)
+        digests = {name: self._digest_of(name, record, kept) for name in record.parts}
+        changed = [name for name, digest in digests.items() if kept.digests.get(name) != digest]
+        unchanged = not changed and digests.keys() == kept.digests.keys()
+        if unchanged and kept.record is not None and record.head == kept.record.head:
+            kept.record = record
+            return expected
+        base, generation = self._base(job.run_id), kept.generation + 1
+        generations = {name: kept.parts[name] for name in digests.keys() - set(changed)}
+        generations.update(dict.fromkeys(changed, generation))
+        puts = [_put(base + _part_name(name, generation), record.parts[name]) for name in changed]
+        old = [
+            base + _part_name(name, number) for name, number in kept.parts.items() if generations.get(name) != number
+        ]
+        writer = secrets.token_hex(8)
+        line = {"format": FORMAT, "writer": writer, "generation": generation, "parts": generations}
+        head = json.dumps(line, separators=(",", ":")).encode() + b"\n" + record.head
+        revision = await self._replace(job.run_id, writer, head, puts, old, expected)
+        self._kept[job.run_id] = _Kept(revision, generation, generations, digests, record)
+        return revision
+
+    async def delete(self, run_id: str, *, expected: int) -> None:
+        """As Backend.delete. Everything below the job's key goes."""
+        base = self._base(run_id)
+        request = pb.TxnRequest(
+            compare=[self._leads(), _at(base + b"head", expected)],
+            success=[_delete(base, prefix_end(base))],
+            failure=self._look(base),
+        )
+
+        async def attempt() -> None:
+            answer = await self._client.txn(request)
+            head = None if answer.succeeded else self._head_if_leading(answer)
+            if head is not None:
+                raise NotLeader(f"the record of job {run_id!r} is at revision {head.mod_revision}, not {expected}")
+
+        await self._client.persist(attempt)
+        self._kept.pop(run_id, None)
+
+    async def _replace(
+        self, run_id: str, writer: str, head: bytes, puts: list[Any], old: list[bytes], expected: int
+    ) -> int:
+        """Put parts and head, remove the old parts, and return the head's new revision. Raises NotLeader."""
+        *before, last = _batches(puts, room=len(head))
+        for batch in before:  # nothing names them yet
+            await self._fenced(batch)
+        room = OPERATIONS_MAX - 1 - len(last)
+        base = self._base(run_id)
+        request = pb.TxnRequest(
+            compare=[self._leads(), _at(base + b"head", expected)],
+            success=[_put(base + b"head", head), *last, *map(_delete, old[:room])],
+            failure=self._look(base),
+        )
+
+        async def attempt() -> int:
+            answer = await self._client.txn(request)
+            if answer.succeeded:
+                return answer.header.revision
+            found = self._head_if_leading(answer)
+            if found is not None and _parse(found.value)[0].get("writer") == writer:
+                return found.mod_revision  # an earlier attempt was carried out, and its answer was lost
+            at = found.mod_revision if found is not None else 0
+            raise NotLeader(f"the record of job {run_id!r} is at revision {at}, not {expected}")
+
+        revision = await self._client.persist(attempt)
+        await self._remove(old[room:])
+        return revision
+
+    async def _remove(self, keys: list[bytes]) -> None:
+        for at in range(0, len(keys), OPERATIONS_MAX):
+            await self._fenced([_delete(key) for key in keys[at : at + OPERATIONS_MAX]])
+
+    async def _fenced(self, operations: list[Any]) -> None:
+        """Carry out what may be carried out twice, as long as this daemon leads. Raises NotLeader."""
+        request = pb.TxnRequest(compare=[self._leads()], success=operations)
+
+        async def attempt() -> None:
+            if not (await self._client.txn(request)).succeeded:
+                raise _deposed()
+
+        await self._client.persist(attempt)
+
+    def _leads(self) -> Any:
+        return pb.Compare(
+            result=pb.Compare.EQUAL, target=pb.Compare.CREATE, key=self._fence.key, create_revision=self._fence.revision
+        )
+
+    def _look(self, base: bytes) -> list[Any]:
+        """Return what tells, when a comparison failed, which."""
+        keys = (self._fence.key, base + b"head")
+        return [pb.RequestOp(range=pb.RangeRequest(key=key)) for key in keys]
+
+    def _head_if_leading(self, answer: pb.TxnResponse) -> pb.KeyValue | None:
+        """Return the head that was found instead, None if there is none. Raises NotLeader."""
+        leader, head = (response.range.kvs for response in answer.responses)
+        if not leader or leader[0].create_revision != self._fence.revision:
+            raise _deposed()
+        return head[0] if head else None
+
+    def _base(self, run_id: str) -> bytes:
+        """Return what the job's keys begin with. Escaped, so that `a` and `a/1` are strangers."""
+        return self._jobs + urllib.parse.quote(run_id, safe="").encode() + b"/"
+
+    @staticmethod
+    def _digest_of(name: str, record: codec.Record, kept: _Kept) -> bytes:
+        data = record.parts[name]
+        if kept.record is not None and kept.record.parts.get(name) is data:
+            return kept.digests[name]
+        return _digest(data)
+
+
+def _deposed() -> NotLeader:
+    return NotLeader("another daemon leads, or none; this one's late write was refused")
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _parse(value: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the line on the record, and the job's head. Raises ValueError."""
+    line, _, head = value.partition(b"\n")
+    parsed: dict[str, Any] = json.loads(line)
+    if parsed.get("format") != FORMAT:
+        raise ValueError(f"it is of format {parsed.get('format')}, and this daemon reads format {FORMAT}")
+    return parsed, head
+
+
+def _part_name(name: str, generation: int) -> bytes:
+    return f"parts/{name}@{generation}".encode()
+
+
+def _batches(puts: Iterable[Any], room: int) -> list[list[Any]]:
+    """Return the puts in batches that fit into a transaction each; the last also has room for so many bytes, and one
+    operation more."""
+    batches: list[list[Any]] = [[]]
+    size = room
+    for put in puts:
+        length = len(put.put.key) + len(put.put.value)
+        if size + length > BYTES_MAX or len(batches[-1]) >= OPERATIONS_MAX - 1:
+            batches.append([])
+            size = room
+        batches[-1].append(put)
+        size += length
+    return batches
+
+
+def _put(key: bytes, value: bytes) -> Any:
+    return pb.RequestOp(put=pb.PutRequest(key=key, value=value))
+
+
+def _delete(key: bytes, end: bytes = b"") -> Any:
+    return pb.RequestOp(delete_range=pb.DeleteRangeRequest(key=key, range_end=end))
+
+
+def _at(key: bytes, revision: int) -> Any:
+    """Return the comparison that the key was last changed at this revision; 0: it is absent."""
+    return pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.MOD, key=key, mod_revision=revision)

@@ -1,0 +1,364 @@
+"""The stored form of a job: what is a fact comes back, what is none does not, and little is written for little news."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from immutables import Map
+
+from rendezvousd.core.codec import PART_BYTES, PER_PART, Record, RecordError, dump, load
+from rendezvousd.core.events import NodeHeard
+from rendezvousd.core.machine import step
+from rendezvousd.core.model import (
+    Cause,
+    Departure,
+    End,
+    Ending,
+    Failure,
+    Held,
+    Job,
+    JobSpec,
+    JobUid,
+    Node,
+    NodeSpec,
+    NodeUid,
+    Offer,
+    Phase,
+    Round,
+    RoundUid,
+    Seat,
+)
+from rendezvousd.core.rules.admit import found
+from rendezvousd.core.settings import Timing
+from rendezvousd.core.tally import part_open, recount, restance, stance
+from tests.stage import Stage, failure
+
+THEN, NOW = 500.0, 77.0  # before and after the takeover, on two clocks
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+UIDS = st.text(string.hexdigits, min_size=1, max_size=4)
+INSTANTS = st.floats(0.0, THEN)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Any job, its parts in agreement with each other as the rules keep them."""
+    spec = draw(
+        st.builds(
+            JobSpec,
+            min_nodes=st.integers(1, 5),
+            max_nodes=st.integers(5, 9),
+            timing=st.builds(Timing, settle_s=INSTANTS),
+        )
+    )
+    uids = draw(st.lists(UIDS.map(NodeUid), max_size=8, unique=True))
+    seated = uids[: draw(st.integers(0, len(uids)))]
+    round_ = draw(_rounds(seated)) if seated else None
+    gone = draw(st.dictionaries(UIDS.map(NodeUid).filter(lambda uid: uid not in uids), st.builds(Departure)))
+    nodes = [draw(_nodes(uid, arrival * PER_PART // 3)) for arrival, uid in enumerate(uids)]
+    job = draw(
+        st.builds(
+            Job,
+            run_id=TEXT,
+            spec=st.just(spec),
+            began_at=INSTANTS,
+            nodes=st.just(Map((node.uid, node) for node in nodes)),
+            gone=st.just(Map(gone)),
+            round=st.just(round_),
+            last_cause=st.none() | st.builds(Cause, at=INSTANTS),
+            ending=st.none() | st.builds(Ending, at=INSTANTS),
+            **{name: st.none() | INSTANTS for name in ("enough_at", "short_at", "waiting_at", "scan_at")},
+        )
+    )
+    return restance(job, THEN)
+
+
+@st.composite
+def _rounds(draw: st.DrawFn, uids: list[NodeUid]) -> Round:
+    seats = tuple(
+        draw(st.builds(Seat, uid=st.just(uid), group_rank=st.just(rank), slots=st.integers(1, 9)))
+        for rank, uid in enumerate(uids)
+    )
+    ends = st.dictionaries(st.sampled_from(uids), st.sampled_from(End)).map(Map)
+    round_ = draw(
+        st.builds(
+            Round,
+            seats=st.just(seats),
+            index=st.just(Map((seat.uid, seat.group_rank) for seat in seats)),
+            world_size=st.just(sum(seat.slots for seat in seats)),
+            sealed_at=INSTANTS,
+            forfeits=ends,
+            ends=ends,
+            evidence=st.lists(st.builds(Cause, at=INSTANTS), max_size=3).map(tuple),
+            unreachable=st.frozensets(st.sampled_from(uids)),
+            broken_at=st.none() | INSTANTS,
+        )
+    )
+    assert isinstance(round_, Round)
+    return round_
+
+
+def _nodes(uid: NodeUid, arrival: int) -> st.SearchStrategy[Node]:
+    return st.builds(
+        Node,
+        uid=st.just(uid),
+        arrival=st.just(arrival),
+        spec=st.builds(NodeSpec, stop_grace_s=INSTANTS),
+        held=st.none() | st.builds(Held, alive=st.integers(0, 3)),
+        leaving=st.none() | st.builds(Departure),
+        cooling_until_at=st.none() | INSTANTS,
+        unreachables=st.integers(0, 9),
+        due_at=st.none() | INSTANTS,
+    )
+
+
+def as_stored(job: Job) -> Job:
+    """Return the job without what is no fact: instants, and what nodes say again by themselves."""
+    timing, round_, ending = job.spec.timing, job.round, job.ending
+    if round_ is not None:
+        earliest = min((cause.at for cause in round_.evidence), default=0.0)
+        round_ = replace(
+            round_,
+            sealed_at=NOW,
+            broken_at=None if round_.broken_at is None else NOW,
+            evidence=tuple(replace(cause, at=NOW + (cause.at - earliest)) for cause in round_.evidence),
+        )
+    if ending is not None:
+        ending = replace(ending, at=NOW, cause=ending.cause and replace(ending.cause, at=NOW))
+    facts = replace(
+        job,
+        seed="new",
+        began_at=NOW,
+        round=round_,
+        ending=ending,
+        last_cause=job.last_cause and replace(job.last_cause, at=NOW),
+        last_arrival_at=NOW,
+        enough_at=None,
+        short_at=None,
+        waiting_at=None,
+    )
+    nodes = {}
+    for uid, node in job.nodes.items():
+        held, cooldown_s = node.held, timing.cooldown_s * 2.0 ** max(0, node.unreachables - 1)
+        if held is not None:
+            lingers = held.alive > 0 and not part_open(job, node)
+            stub = Held(round_uid=held.round_uid, round=held.round, phase=held.phase, alive=held.alive)
+            held = stub if lingers else None
+        node = replace(node, held=held, offer=None, outcome_seen=False, due_at=None)
+        if node.cooling_until_at is not None:
+            node = replace(node, cooling_until_at=NOW + min(cooldown_s, timing.cooldown_max_s))
+        nodes[uid] = replace(node, stance=stance(facts, node)) if node.overdue else node
+    return restance(replace(facts, nodes=Map(nodes)), NOW)
+
+
+def again(record: Record) -> Job:
+    return load(record.head, record.parts, seed="new", now=NOW)
+
+
+ANY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@ANY
+@given(jobs())
+def test_what_is_stored_comes_back(job: Job) -> None:
+    loaded = again(dump(job))
+    assert loaded == as_stored(job)
+    assert loaded.tally == recount(loaded)
+
+
+@ANY
+@given(jobs())
+def test_what_came_back_is_stored_as_it_was(job: Job) -> None:
+    first = dump(job)
+    second = dump(again(first))
+    assert (second.head, second.parts) == (first.head, first.parts)
+
+
+@ANY
+@given(jobs(), jobs())
+def test_nothing_of_an_older_record_shines_through(old: Job, new: Job) -> None:
+    record = dump(new, dump(old))
+    assert (record.head, record.parts) == (dump(new).head, dump(new).parts)
+
+
+# ----------------------------------------------------------------------------------------------- what a leader needs
+
+
+def taken_over(stage: Stage) -> None:
+    """Another leader goes on with the record, its clock being another one."""
+    stage.now += 1.0
+    record = dump(stage.job)
+    stage.job_or_none = load(record.head, record.parts, seed="new", now=stage.now)
+
+
+def test_a_running_round_goes_on_and_its_members_are_believed_alive() -> None:
+    stage = Stage("2")
+    a, b = stage.run("a", "b")
+    before = stage.round
+    taken_over(stage)
+    assert stage.job.running is not None
+    assert stage.round.seats == before.seats
+    assert set(stage.job.nodes) == {a.uid, b.uid}
+    stage.play(1)
+    assert stage.roster() == ["a", "b"]
+    assert stage.round.uid == before.uid
+
+
+def test_a_failure_is_charged_once_whenever_the_leader_changes() -> None:
+    for change_after in range(4):
+        stage = Stage("2", max_restarts=3)
+        a, b = stage.run("a", "b")
+        steps = [
+            lambda: a.fail(stage.now, failure(rank=0), alive=1),
+            lambda: stage.hear(a),
+            lambda: stage.tell(b),
+            lambda: stage.hear(b),
+        ]
+        for number, do in enumerate(steps):
+            do()
+            if number == change_after:
+                taken_over(stage)
+        stage.play(6)
+        assert stage.roster() == ["a", "b"], f"leader changed after step {change_after}"
+        assert (stage.round.number, stage.job.known.restarts_used) == (2, 1)
+
+
+def test_a_success_is_kept_though_its_node_is_never_heard_again() -> None:
+    stage = Stage("2")
+    a, b = stage.run("a", "b")
+    a.finish()
+    stage.hear(a)
+    taken_over(stage)
+    stage.kill(a)
+    b.finish()
+    stage.hear(b)
+    assert stage.ending.exit_code == 0
+
+
+def test_a_removed_node_stays_out() -> None:
+    stage = Stage("1:2")
+    a, _ = stage.run("a", "b")
+    stage.remove(a, reason="bad memory")
+    stage.play(2)
+    taken_over(stage)
+    stage.hear(a)
+    assert isinstance(stage.place(a), Departure)
+
+
+def test_a_member_that_vanished_with_the_leader_outranks_the_failures_it_caused() -> None:
+    stage = Stage("2", max_restarts=3)
+    a, b = stage.run("a", "b")
+    stage.die(b)
+    a.fail(stage.now, failure(rank=0))
+    stage.hear(a)
+    taken_over(stage)
+    silent_since = stage.now - 0.001  # what the new leader knows: not heard since it leads
+    stage.wait(10)
+    stage.heard_at[b.uid] = silent_since
+    stage.lose(b, silent_s=stage.now - silent_since)
+    assert stage.round.final
+    assert stage.job.known.restarts_used == 0
+
+
+def test_nothing_is_sealed_over_workers_that_only_the_old_leader_heard_of() -> None:
+    stage = Stage("1:2", settle_s=0.0)
+    stage.run("a")
+    (stranger,) = stage.enter("b")
+    stranger.held = Held(round_uid=RoundUid("older"), round=1, phase=Phase.STOPPING, alive=1)
+    stranger.offer = None
+    stage.hear(stranger)
+    taken_over(stage)
+    assert stage.job.tally.busy == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- size
+
+
+def crowd(size: int) -> Job:
+    """A job whose first round runs, all nodes having gone through the rules."""
+    spec = JobSpec(min_nodes=size, max_nodes=size, max_restarts=1)
+    job: Job | None = None
+    for number in range(size):
+        said = _says(number, spec)
+        job = job if job is not None else found("run", said, uid=JobUid("j"), seed="s", now=0.0)
+        job = step(job, said, 0.0)
+    assert job is not None
+    assert job.running is not None
+    return job
+
+
+def _says(number: int, spec: JobSpec, **more: Any) -> NodeHeard:
+    uid = NodeUid(f"{number:032x}")
+    offer = Offer(offer_id=f"{number:032x}", after=RoundUid(""), address=f"node{number}.cluster", port=40000)
+    return NodeHeard(
+        **{"uid": uid, "name": f"node{number}", "job_spec": spec, "spec": NodeSpec(), "offer": offer, **more}
+    )
+
+
+def test_ten_thousand_nodes_come_back_and_no_part_is_too_long() -> None:
+    job = crowd(10_000)
+    record = dump(job)
+    assert max(map(len, record.parts.values())) <= PART_BYTES
+    assert len(record.head) < 2000
+    loaded = again(record)
+    assert loaded.round is not None
+    assert job.round is not None
+    assert loaded.round.seats == job.round.seats
+    assert len(loaded.nodes) == 10_000
+
+
+def test_little_news_rewrites_little() -> None:
+    job = crowd(1000)
+    record = dump(job)
+    assert job.round is not None
+    running = Held(round_uid=job.round.uid, round=1, phase=Phase.RUNNING, alive=1)
+    job = step(job, _says(700, job.spec, held=running, known=job.known, offer=None), 1.0)
+    quiet = dump(job, record)
+    assert (_changed(record.parts, quiet.parts), quiet.head) == (set(), record.head)
+    job = step(job, _says(700, job.spec, held=running, known=job.known, offer=None, leaving="SIGTERM"), 2.0)
+    broken = dump(job, quiet)
+    assert _changed(quiet.parts, broken.parts) == {f"nodes/{700 // PER_PART}", "marks", "evidence"}
+
+
+def _changed(old: Mapping[str, bytes], new: Mapping[str, bytes]) -> set[str]:
+    return {name for name in {*old, *new} if old.get(name) != new.get(name)}
+
+
+def test_long_texts_are_cut_into_parts_that_fit() -> None:
+    stage = Stage("2", max_restarts=1)
+    a, _ = stage.run("a", "b")
+    a.fail(stage.now, Failure(rank=0, text="\0" * PART_BYTES))
+    stage.hear(a)
+    record = dump(stage.job)
+    assert max(map(len, record.parts.values())) == PART_BYTES
+    assert again(record).round == as_stored_at(stage.job).round
+
+
+def as_stored_at(job: Job) -> Job:
+    return as_stored(job)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_a_record_of_a_newer_daemon_is_refused_with_words() -> None:
+    record = dump(crowd(1))
+    head = json.dumps({**json.loads(record.head), "version": 2}).encode()
+    with pytest.raises(RecordError, match="version 2, and this daemon reads version 1"):
+        load(head, record.parts, seed="s", now=0.0)
+
+
+@pytest.mark.parametrize("part", ["nodes/0", "seats/0"])
+def test_a_damaged_record_is_refused(part: str) -> None:
+    record = dump(crowd(1))
+    for damage in (b"", b"[[1]]", record.parts[part][:-5]):
+        with pytest.raises(RecordError, match="damaged"):
+            load(record.head, {**record.parts, part: damage}, seed="s", now=0.0)
+    with pytest.raises(RecordError, match="damaged"):
+        load(b"{}", record.parts, seed="s", now=0.0)
