@@ -205,6 +205,8 @@ OPTIONS: tuple[Option, ...] = (
     _timing("grow-max", "grow_max_s", "... and its bound"),
     _timing("join-timeout", "join_s", "below min nodes for so long: the job has failed", 1.0),
     _timing("offer-timeout", "offer_s", "for a node that has stopped to be ready for the next round", 1.0),
+    _timing("recovery", "recovery_s", "after a restart, for nodes of a running round to come back, since the last did"),
+    _timing("recovery-max", "recovery_max_s", "... and its bound"),
     _timing("ended-readable", "ended_s", "for which the outcome of a job can be read"),
     _timing("calm-soon", "calm_soon_s", "a round that broke so soon after growing makes the next growth wait longer"),
     _timing("calm-reset", "calm_reset_s", "without a break after which growth is trusted again"),

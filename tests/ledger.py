@@ -113,24 +113,27 @@ class Ledger:
             case NodeHeard():
                 if event.uid not in self.barred or event.uid in before.nodes:
                     self._words(before, event, now)
+            case StreamBroke():
+                if event.uid in self.words:  # what it offered stands no longer
+                    self.words[event.uid] = replace(self.words[event.uid], offer=None)
             case NodeLost():
                 self._gone(before, event.uid, CauseKind.NODE_LOST, now - event.silent_s)
                 self.words.pop(event.uid, None)
                 self.busy_since.pop(event.uid, None)
             case NodeRemoved():
-                if event.uid in self.words:
-                    self.barred.add(event.uid)
-                    self._gone(before, event.uid, CauseKind.NODE_REMOVED, now, alive=self._may_live(event.uid))
+                self._removed(before, event, now)
             case RestartAsked():
-                if self.book is not None and before.running is not None:
+                if before.running is not None:
                     self._evidence(before, Evidence(False, now, CauseKind.OPERATOR, NodeUid("")))
-            case StreamBroke():
-                if event.uid in self.words:  # what it offered stands no longer
-                    self.words[event.uid] = replace(self.words[event.uid], offer=None)
             case CloseAsked() | TimePassed():
                 pass
             case _:
                 assert_never(event)
+
+    def _removed(self, before: Job, event: NodeRemoved, now: float) -> None:
+        if event.uid in self.words:
+            self.barred.add(event.uid)
+            self._gone(before, event.uid, CauseKind.NODE_REMOVED, now, alive=self._may_live(event.uid))
 
     def _breaks(self, before: Job, after: Job) -> bool:
         """Whether the running round broke, also if the next was sealed in the same step."""

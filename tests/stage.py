@@ -412,7 +412,7 @@ class Stage:
             for player in self.present():
                 self.behave(player)
 
-    def behave(self, player: Player) -> None:
+    def behave(self, player: Player, *, speak: bool = True) -> None:
         player.mail.clear()
         if self.job_or_none is not None:
             self.tell(player)
@@ -420,7 +420,7 @@ class Stage:
             player.start()
         if player.alive and (player.held is None or player.held.phase not in LIVE):
             player.stopped()
-        if not player.refused:
+        if speak and not player.refused:
             for said in [*player.outbox, player.state(self.now)]:  # the last word of one that exits, too
                 self.deliver(said)
         player.outbox.clear()

@@ -22,6 +22,7 @@ from typing import assert_never
 
 from rdzv import wording
 from rdzv.model import (
+    SPAWN,
     DaemonAway,
     DaemonRefused,
     DropStore,
@@ -228,7 +229,7 @@ def _spawn_failed(held: Held, fact: SpawnFailed, now: float) -> Held:
         signal=0,
         text=wording.cut(fact.text),
         ended_at=now,
-        kind="spawn",
+        kind=SPAWN,
     )
     return _failed(held, failure)
 
@@ -250,6 +251,7 @@ def _worker_ended(held: Held, fact: WorkerEnded) -> Held:
         text=wording.cut(fact.text),
         ended_at=fact.at,
         victim=fact.victim,
+        kind=fact.kind,
     )
     return _failed(held, failure)
 

@@ -76,27 +76,35 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
         Argument("module", None, "run a module, as python -m", short="-m"),
         Argument("no-python", None, "run the script itself, without python before it"),
         Argument("run-path", None, "run the script file in python whatever --no-python says"),
+        Argument(
+            "no-retry-exit-codes", "CODE,FIRST-LAST,...", "a worker that ends with one of these ends the job at once"
+        ),
         Argument("shutdown-timeout", "SECONDS", "from telling workers to stop to killing them; default 30"),
         Argument("start-method", "exec|spawn|fork|forkserver", "how workers are started; default exec"),
         Argument("virtual-local-rank", None, "every worker sees its own GPU as device 0, and LOCAL_RANK 0"),
         Argument(
             "numa-binding",
             "node|socket|exclusive|core-complex",
-            "bind workers to the CPUs near their GPU",
+            "accepted for torchrun's sake: workers may run on all CPUs",
             variable=False,
         ),
-        Argument("signals-to-handle", "NAME,...", "signals that stop the workers"),
+        Argument(
+            "signals-to-handle",
+            "NAME,...",
+            "signals that stop this node besides TERM, INT, HUP, QUIT; USR1, USR2 are passed on",
+        ),
         Argument("monitor-interval", "SECONDS", "accepted for torchrun's sake: ends are noticed at once"),
     ),
     "logs": (
+        Argument("console", "all|rank0", "whose output is shown; rank0: its own, and the stderr of all; default all"),
         Argument("log-dir", "DIR", "directory for the workers' log files"),
         Argument("redirects", "STREAMS", "streams that go to files: 0 to 3, or RANK:STREAMS,...", short="-r"),
         Argument("tee", "STREAMS", "streams that go to files and to the console", short="-t"),
-        Argument("local-ranks-filter", "RANK,...", "workers whose output is shown"),
-        Argument("duplicate-stdout-filters", "TEXT,...", "copy lines of stdout that match to a file"),
-        Argument("duplicate-stderr-filters", "TEXT,...", "copy lines of stderr that match to a file"),
-        Argument("event-log-handler", "NAME", "torchrun's handler of agent events"),
-        Argument("logs-specs", "NAME", "torchrun's plug-in for logs", variable=False),
+        Argument("local-ranks-filter", "RANK,...", "local ranks whose output is shown; default: all"),
+        Argument("duplicate-stdout-filters", "TEXT,...", "copy lines of a teed stdout that contain a text to a file"),
+        Argument("duplicate-stderr-filters", "TEXT,...", "copy lines of a teed stderr that contain a text to a file"),
+        Argument("event-log-handler", "NAME", "accepted for torchrun's sake: no events are recorded"),
+        Argument("logs-specs", "NAME", "accepted for torchrun's sake: plug-ins for logs are not used", variable=False),
     ),
 }
 

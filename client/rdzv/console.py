@@ -1,21 +1,16 @@
-"""What a person reads on stderr. A thread writes the lines: a terminal that is slow, or stopped, holds up nothing."""
+"""What the launcher itself says to a person, on stderr."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
 import re
-import threading
 from typing import assert_never
 
 from rdzv.errors import describe_exit
 from rdzv.model import WORKER_FAILED, Cause, Exit, Failure, Say, Topic
+from rdzv.outlet import Outlet
 
-LINES_MAX = 1000  # not yet written; more than a person reads, and a few hundred KB
 WAIT_UNSAID_S = 1.0  # a wait that is over sooner needs no line
 WAIT_AGAIN_S = 30.0  # how often an unchanged reason to wait is repeated
-CLOSE_S = 1.0  # for the last lines to be written
 
 _COUNTDOWN = re.compile(r"\d+(?:\.\d+)? s\b")
 
@@ -23,16 +18,12 @@ _COUNTDOWN = re.compile(r"\d+(?:\.\d+)? s\b")
 class Console:
     """Lines with a prefix, in the order said. Must be closed for the last ones to appear."""
 
-    def __init__(self, name: str, fd: int = 2) -> None:
+    def __init__(self, name: str, outlet: Outlet) -> None:
+        self.outlet = outlet
         self._prefix = f"[{name}] "
-        self._fd = fd
-        self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
-        self._dropped = 0
         self._wait = ""  # the reason to wait that holds now; empty: none
         self._wait_at: float | None = None  # when it is to be said
         self._wait_said = ""  # the substance of the one said last
-        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
-        self._thread.start()
 
     def say(self, said: Say, now: float) -> None:
         """Write a line, or note why the node waits; `now` is of any monotonic clock."""
@@ -70,27 +61,12 @@ class Console:
                 self._put(f"  {line}")
 
     def close(self) -> None:
-        """Return when all lines are written, or after CLOSE_S if nobody reads them."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=CLOSE_S)
-        self._thread.join(CLOSE_S)
+        """Return when all lines are written, or nobody reads them."""
+        self.outlet.close()
 
     def _put(self, text: str) -> None:
-        for line in text.splitlines() or [""]:
-            try:
-                if self._dropped:
-                    self._lines.put_nowait(f"{self._prefix}... {self._dropped} lines dropped here ...")
-                    self._dropped = 0
-                self._lines.put_nowait(self._prefix + line)
-            except queue.Full:
-                self._dropped += 1
-
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            raw = line.encode("utf-8", "backslashreplace") + b"\n"
-            with contextlib.suppress(OSError):  # nobody reads; the exit code still says how it ended
-                while raw:
-                    raw = raw[os.write(self._fd, raw) :]
+        lines = "".join(f"{self._prefix}{line}\n" for line in text.splitlines() or [""])
+        self.outlet.put(lines.encode("utf-8", "backslashreplace"), own=True)
 
 
 def _failure_lines(cause: Cause, failure: Failure) -> list[str]:

@@ -123,6 +123,27 @@ def cut(text: str, bytes_max: int) -> str:
     return f"{head}\n... [{len(data) - bytes_max} bytes cut] ...\n{tail}"
 
 
+_LAST_LINES = 30  # of a worker that left no report; a traceback in its last words is taken whole
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+
+def last_words(tail: bytes) -> str:
+    """The end of what a worker wrote to stderr, for people: its last traceback and what follows, else its last lines.
+    Bounded as a report's traceback, without colours, and with progress bars as they were last seen."""
+    text = _ESCAPE.sub("", tail.decode("utf-8", "backslashreplace"))
+    lines = [_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.strip().split("\n")]
+    starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
+    start = max(0, len(lines) - _LAST_LINES)
+    if starts:
+        start = starts.pop()
+        while starts and any(word in line for line in lines[max(0, start - 3) : start] for word in _CHAINED):
+            start = starts.pop()
+    return cut("\n".join(line.rstrip() for line in lines[start:]).strip(), TRACEBACK_BYTES_MAX)
+
+
 def describe_exit(exit_code: int, signal: int) -> str:
     """How a process ended, for people: "exit code 3", "signal 9 (SIGKILL)". `signal` 0: by itself."""
     if not signal:

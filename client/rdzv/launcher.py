@@ -9,11 +9,9 @@ to processes are carried out one after the other, and so are those to stores.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import shutil
 import signal
-import socket
-import tempfile
 import uuid
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, assert_never
@@ -23,24 +21,23 @@ from rdzv import model
 from rdzv.aside import aside
 from rdzv.console import Console
 from rdzv.endpoints import Endpoint
-from rdzv.errors import ErrorReport, looks_like_victim, read_error_file
 from rdzv.options import Options
 from rdzv.processes import supervisor as processes
 from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
+from rdzv.reach import reach
+from rdzv.scratch import Scratch, remove_stale
 from rdzv.standalone import NotServing, OwnDaemon
-from rdzv.worker_env import worker_argv, worker_environment
 
 if TYPE_CHECKING:
     from rdzv.session import Session
+    from rdzv.workers import Workers
 
 JOIN_TIMEOUT_S = 600.0
-REACH_S = 5.0  # for the round's bootstrap store to be reached; it listens before it is announced
-REACH_ONCE_S = 2.0
-REACH_AGAIN_S = 0.2
-ERROR_FILE_S = 2.0  # for an error file to be read; it is small, but its file system may hang
+TIDY_S = 2.0  # for a temporary directory to be made or removed; its file system may hang
 DAEMON_AGAIN_S = 1.0  # between two attempts to bring the launcher's own daemon back
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)  # if named: schedulers warn the script with them, and mean nobody's end
 
 
 class _Finished(Exception):
@@ -68,14 +65,13 @@ class Launcher:
         self._reading: set[asyncio.Task[None]] = set()  # error files; as many as workers ended
         self._hurried = False
         self._timer: asyncio.TimerHandle | None = None
-        self._dir = ""
+        self._scratch: Scratch | None = None
+        self._log_dir_said = ""
+        self._workers: Workers | None = None
 
     async def run(self) -> int:
         """Return the exit code."""
-        self._ignored = frozenset(n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN)
-        for number in SIGNALS:
-            if number != signal.SIGHUP or number not in self._ignored:  # nohup means what it says
-                self._loop.add_signal_handler(number, self._signalled, number)
+        self._handle_signals()
         self._loop.set_exception_handler(self._failed_callback)
         # The spawner comes first, before anything has threads that a child process could inherit a lock from.
         self._supervisor = await processes.Supervisor.start(self._process_fact)
@@ -92,6 +88,8 @@ class Launcher:
                 self._timer.cancel()
             await self._stores.close()
             await self._supervisor.close()
+            if self._workers is not None:
+                await self._workers.close()
             await self._tidy()
         self._console.finish(end)
         return end.code
@@ -105,7 +103,7 @@ class Launcher:
     async def _start(self) -> None:
         """Everything that takes time is begun before the one thing that holds up the loop: importing grpc."""
         options = self._options
-        self._dir = tempfile.mkdtemp(prefix="rdzvrun-")
+        self._scratch = await aside(Scratch, within_s=TIDY_S)
         await self._stores.start(self._supervisor)
         own = None
         if self._own_daemon is not None:
@@ -114,7 +112,11 @@ class Launcher:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells users of every connection that a peer closes
         from rdzv.convert import identity
         from rdzv.session import Session
+        from rdzv.workers import Workers
 
+        self._workers = Workers(
+            options, self._environ, self._console.outlet, lambda text: self._say(model.Topic.WARN, text)
+        )
         if own is not None:
             self._endpoints = (await own,)
         config = agents.Config(
@@ -138,6 +140,7 @@ class Launcher:
         for order in orders:
             self._obey(order)
         self._tasks.create_task(self._session.run())
+        self._tasks.create_task(self._clear_up())
         early, self._early = self._early or [], None
         for fact in early:
             self._tell(fact)
@@ -149,12 +152,17 @@ class Launcher:
         if "handle" in context and not self._exit.done():
             self._exit.set_exception(context["exception"])
 
+    async def _clear_up(self) -> None:
+        """Remove what launchers that were killed left behind; there is no hurry."""
+        with contextlib.suppress(TimeoutError):
+            await aside(remove_stale, within_s=TIDY_S)
+
     async def _tidy(self) -> None:
-        if self._dir:
+        if self._scratch is not None:
             try:
-                await aside(lambda: shutil.rmtree(self._dir, ignore_errors=True), within_s=ERROR_FILE_S)
+                await aside(self._scratch.remove, within_s=TIDY_S)
             except TimeoutError:
-                self._console.say(model.Say(model.Topic.WARN, f"cannot remove {self._dir}"), self._loop.time())
+                self._say(model.Topic.WARN, f"cannot remove {self._scratch.path}")
 
     # -------------------------------------------------------------------------------------------- facts
 
@@ -174,6 +182,19 @@ class Launcher:
     def _time_passed(self) -> None:
         self._console.tick(self._loop.time())
         self._tell(model.TimePassed())
+
+    def _handle_signals(self) -> None:
+        self._ignored = frozenset(n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN)
+        named = {signal.Signals[name] for name in self._options.signals_to_handle}
+        for number in {*SIGNALS, *named}:
+            if number in PASSED_ON:
+                self._loop.add_signal_handler(number, self._pass_on, number)
+            elif number != signal.SIGHUP or number not in self._ignored:  # nohup means what it says
+                self._loop.add_signal_handler(number, self._signalled, number)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._supervisor.signal(number)
+        self._say(model.Topic.NEWS, f"got {number.name}: passed on to {self._supervisor.alive()} workers")
 
     def _signalled(self, number: signal.Signals) -> None:
         fact = model.LeaveAsked(signal=int(number), reason=f"got {number.name}")
@@ -203,25 +224,8 @@ class Launcher:
                 assert_never(fact)
 
     async def _worker_ended(self, fact: processes.WorkerEnded) -> None:
-        report: ErrorReport | None = None
-        if fact.exit_code or fact.signal:
-            path = self._error_file(fact.round_uid, fact.local_rank)
-            try:
-                report = await aside(lambda: read_error_file(path), within_s=ERROR_FILE_S)
-            except (OSError, TimeoutError) as error:
-                self._say(model.Topic.WARN, f"cannot read {path}: {error}")
-        text = "" if report is None else report.traceback or report.message
-        self._tell(
-            model.WorkerEnded(
-                round_uid=fact.round_uid,
-                local_rank=fact.local_rank,
-                exit_code=fact.exit_code,
-                signal=fact.signal,
-                at=fact.at,
-                text=text,
-                victim=looks_like_victim(text),
-            )
-        )
+        assert self._workers is not None
+        self._tell(await self._workers.ended(fact))
 
     # -------------------------------------------------------------------------------------------- orders
 
@@ -285,65 +289,42 @@ class Launcher:
             await self._stores.drop(offer_id)
 
     async def _reach(self, order: model.ReachMaster) -> None:
-        where = Endpoint(order.addr, order.port)
-        until = self._loop.time() + REACH_S
-        while True:
-            try:
-                await aside(lambda: _connect(where), within_s=REACH_ONCE_S)
-            except OSError as error:  # TimeoutError is one
-                why = error.strerror or "no answer"
-            else:
-                self._tell(model.MasterReached(round_uid=order.round_uid))
-                return
-            if self._loop.time() >= until:
-                text = (
-                    f"cannot reach the bootstrap store at {where} ({why}): does a firewall close port {order.port}? "
-                    "--rdzv-conf master_port_range=FIRST-LAST keeps to ports that are open"
-                )
-                self._tell(model.MasterUnreachable(round_uid=order.round_uid, text=text))
-                return
-            await asyncio.sleep(REACH_AGAIN_S)
+        if problem := await reach(Endpoint(order.addr, order.port)):
+            self._tell(model.MasterUnreachable(round_uid=order.round_uid, text=problem))
+        else:
+            self._tell(model.MasterReached(round_uid=order.round_uid))
 
     async def _spawn(self, seat: model.Assignment) -> None:
+        assert self._workers is not None
+        assert self._scratch is not None
         async with self._processing:
             try:
-                commands = await aside(lambda: self._commands(seat), within_s=ERROR_FILE_S)
+                commands = await self._workers.commands(
+                    seat,
+                    endpoint=",".join(map(str, self._endpoints)),
+                    job_uid=self._agent.known.job_uid,
+                    scratch=self._scratch.path,
+                )
+                self._say_log_dir(self._workers.log_dir)
                 await self._supervisor.spawn(seat.round_uid, commands)
             except processes.SpawnFailed as failed:
                 fact = model.SpawnFailed(round_uid=seat.round_uid, local_rank=failed.local_rank, text=failed.text)
                 self._tell(fact)
             except (OSError, ValueError) as error:
-                text = f"cannot prepare the workers: {error}"
+                text = f"cannot prepare the workers: {error or type(error).__name__}"
                 self._tell(model.SpawnFailed(round_uid=seat.round_uid, local_rank=0, text=text))
             else:
                 self._tell(model.WorkersStarted(round_uid=seat.round_uid))
+            finally:
+                self._workers.started()
 
-    def _commands(self, seat: model.Assignment) -> list[processes.WorkerCommand]:
-        """What to start, with a fresh directory for each worker's error file. Blocks."""
-        from rdzv.convert import seat_out
-
-        options, assigned, commands = self._options, seat_out(seat), []
-        for local_rank in range(seat.slots):
-            error_file = self._error_file(seat.round_uid, local_rank)
-            os.makedirs(os.path.dirname(error_file), exist_ok=True)
-            env = worker_environment(
-                self._environ,
-                assigned,
-                local_rank,
-                run_id=options.run_id,
-                role=options.role,
-                error_file=error_file,
-                endpoint=",".join(map(str, self._endpoints)),
-                job_uid=self._agent.known.job_uid,
-                signals_to_handle=options.signals_to_handle,
-                virtual_local_rank=options.virtual_local_rank,
-            )
-            argv = worker_argv(options, self._environ, local_rank)
-            # The launcher's own stdio. A relay of their lines would hand in its pipes here.
-            commands.append(processes.WorkerCommand(local_rank=local_rank, argv=argv, env=env))
-        return commands
+    def _say_log_dir(self, path: str) -> None:
+        if path and path != self._log_dir_said:
+            self._log_dir_said = path
+            self._say(model.Topic.NEWS, f"log files: {path}")
 
     async def _stop(self, order: model.Stop) -> None:
+        assert self._workers is not None
         async with self._processing:
             grace_s = 0.0 if self._hurried else order.grace_s
             # Workers inherit what this process was started with ignored, as a script's background jobs are with SIGINT.
@@ -351,6 +332,7 @@ class Launcher:
             await self._supervisor.stop(signal=number, grace_s=grace_s)
             if self._reading:
                 await asyncio.wait(self._reading)  # how they ended is told before that they are gone
+            await self._workers.gone()
             self._tell(model.WorkersGone(round_uid=order.round_uid))
 
     async def _daemon_again(self) -> None:
@@ -363,11 +345,3 @@ class Launcher:
                 await asyncio.sleep(DAEMON_AGAIN_S)
             else:
                 return
-
-    def _error_file(self, round_uid: str, local_rank: int) -> str:
-        # In hex: what a daemon made up is not to be a path.
-        return os.path.join(self._dir, round_uid.encode().hex(), str(local_rank), "error.json")
-
-
-def _connect(where: Endpoint) -> None:
-    socket.create_connection((where.host, where.port), timeout=REACH_ONCE_S).close()

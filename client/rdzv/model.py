@@ -15,6 +15,11 @@ from typing import TypeAlias
 
 WORKER_FAILED = "WORKER_FAILED"  # a Cause's kind, by its name in the protocol
 
+# A Failure's kinds, in the protocol's words.
+SPAWN = "spawn"  # it could not be started
+OOM = "oom"  # the kernel killed it for lack of memory
+NO_RETRY = "no-retry"  # starting it again would not help: the job ends, whatever its budget
+
 
 class WaitReason(enum.Enum):
     GATHERING = "gathering"
@@ -76,7 +81,7 @@ class Failure:
     text: str
     ended_at: float
     victim: bool = False  # it looks like the victim of a peer's death
-    kind: str = ""  # "" or a word of what else is known: "spawn", ...
+    kind: str = ""  # SPAWN, OOM, NO_RETRY, or nothing special
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,8 +283,9 @@ class WorkerEnded:
     exit_code: int
     signal: int  # that ended it, or 0
     at: float
-    text: str = ""  # from its error file
+    text: str = ""  # from its error file, or the end of its stderr
     victim: bool = False
+    kind: str = ""  # as a Failure's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from rdzv.values import (
     Values,
     as_address,
     as_choice,
+    as_console,
+    as_exit_codes,
     as_filters,
     as_name,
     as_nnodes,
@@ -52,7 +54,7 @@ class Options:
     standalone: bool  # the daemon runs inside this launcher
     endpoints: tuple[Endpoint, ...]  # where the daemon is; empty when standalone
     run_id: str
-    run_id_generated: bool
+    run_id_given: bool  # else it is a random one when standalone, and "default" when not
     rdzv_conf: RdzvConf
     submission: str  # shared by the nodes of one submission; "": none
     node_name: str
@@ -66,15 +68,17 @@ class Options:
     shutdown_timeout_s: float
     virtual_local_rank: bool
     signals_to_handle: tuple[str, ...]
-    # Read and checked, and not acted on; `notes` says so where they were given.
-    start_method: str
-    monitor_interval_s: float
+    no_retry_exit_codes: frozenset[int]
+    console: Literal["all", "rank0"]
     log_dir: str | None
     redirects: str
     tee: str
-    local_ranks_filter: tuple[int, ...]
+    local_ranks_filter: tuple[int, ...]  # empty: all
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
+    # Read and checked, and not acted on; `notes` says so where they were given.
+    start_method: str
+    monitor_interval_s: float
     event_log_handler: str
     logs_specs: str | None
     numa_binding: str | None
@@ -105,7 +109,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         standalone=not place.endpoints,
         endpoints=place.endpoints,
         run_id=run_id or ("default" if place.endpoints else _random_id()),
-        run_id_generated=not run_id and not place.endpoints,
+        run_id_given=bool(run_id),
         rdzv_conf=conf,
         submission=conf.submission or scheduler_submission(environ),
         node_name=conf.node_name or os.uname().nodename,
@@ -118,6 +122,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         training_script_args=line.script_args,
         shutdown_timeout_s=_shutdown_timeout(values, environ),
         virtual_local_rank=values.flag("virtual_local_rank"),
+        no_retry_exit_codes=values.take("no_retry_exit_codes", frozenset(), as_exit_codes),
+        console=values.take("console", "all", as_console),
         signals_to_handle=values.take("signals_to_handle", tuple(_SIGNALS.split(",")), as_signals),
         start_method=values.take("start_method", "exec", as_choice("exec", "spawn", "fork", "forkserver")),
         monitor_interval_s=values.take("monitor_interval", 0.1, as_seconds),
@@ -295,17 +301,12 @@ def _is_this_host(host: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------ notes
 
-_NOT_YET = {
-    "log_dir": "no log files are written",
-    "local_ranks_filter": "the output of all workers is shown",
-    "duplicate_stdout_filters": "no lines are copied",
-    "duplicate_stderr_filters": "no lines are copied",
-    "logs_specs": "output goes to the console",
-    "numa_binding": "workers may run on all CPUs",
+_NOT_DONE = {
+    "logs_specs": "log files are written as without it",
+    "numa_binding": "workers may run on all CPUs; numactl, with --no-python, can bind them",
 }
 
-_VARIABLES_NOT_YET = {
-    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "lines of workers keep their prefix",
+_VARIABLES_NOT_DONE = {
     "TORCHELASTIC_HEALTH_CHECK_PORT": "no health check is served by the launcher",
     "TORCHELASTIC_ENABLE_FILE_TIMER": "no timer watches the workers",
 }
@@ -314,26 +315,29 @@ _VARIABLES_NOT_YET = {
 def _notes(values: Values, environ: Mapping[str, str]) -> list[str]:
     """One line for everything given that does not do what it says."""
     given = values.given
-    found = [f"{given[dest].source} is not supported yet: {what}" for dest, what in _NOT_YET.items() if dest in given]
-    found += [f"{name} is not supported yet: {what}" for name, what in _VARIABLES_NOT_YET.items() if environ.get(name)]
+    found = [f"{given[dest].source} has no effect: {what}" for dest, what in _NOT_DONE.items() if dest in given]
+    found += [f"{name} has no effect: {what}" for name, what in _VARIABLES_NOT_DONE.items() if environ.get(name)]
     found += [
-        f"{given[dest].source} is not supported yet: output goes to the console only"
-        for dest in ("redirects", "tee")
-        if any(part.rpartition(":")[2] != "0" for part in values.text(dest).split(",") if part)
+        f"{given[dest].source} has no effect: only what --tee shows and writes to a file is copied"
+        for dest in ("duplicate_stdout_filters", "duplicate_stderr_filters")
+        if dest in given and not _some(values.text("tee"))
     ]
     handler = values.text("event_log_handler")
     if handler not in ("", "null"):
-        found.append(f"{given['event_log_handler'].source}={handler} is not supported yet: no events are recorded")
+        found.append(f"{given['event_log_handler'].source}={handler} has no effect: no events are recorded")
     method = values.text("start_method")
     if method in ("fork", "forkserver"):
         found.append(f"{given['start_method'].source}={method} is not supported yet: workers are started by exec")
     if "monitor_interval" in given:
         found.append(f"{given['monitor_interval'].source} has no effect: the end of a worker is noticed at once")
-    if "signals_to_handle" in given and set(values.text("signals_to_handle").split(",")) != set(_SIGNALS.split(",")):
-        found.append(f"{given['signals_to_handle'].source} is not supported yet: {_SIGNALS} are handled")
     if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         found.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE has no effect: every round has a store of its own")
     backend = values.take("rdzv_backend", "rendezvousd", as_choice("rendezvousd", *_BACKENDS_OF_TORCH))
     if backend != "rendezvousd":
         found.append(f"{given['rdzv_backend'].source}={backend}: the rendezvousd daemon is used instead")
     return found
+
+
+def _some(streams: str) -> bool:
+    """Whether --redirects or --tee names any stream."""
+    return any(part.rpartition(":")[2] != "0" for part in streams.split(",") if part)

@@ -13,6 +13,7 @@ from rdzv.options import Options, UsageError, parse
 def main() -> int:
     """Return the exit code: 0, the root cause's, 128 + n after a signal, 2 for a command line that makes no sense."""
     began_at = time.monotonic()
+    _fill_stdio()
     try:
         options = parse(sys.argv[1:], os.environ)
     except UsageError as error:
@@ -21,19 +22,30 @@ def main() -> int:
     return asyncio.run(_run(options, began_at))
 
 
+def _fill_stdio() -> None:
+    """A descriptor that was closed at the start would be given to the next file that is opened, and workers would
+    write into that."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 async def _run(options: Options, began_at: float) -> int:
     from rdzv.console import Console
     from rdzv.launcher import Launcher
     from rdzv.model import Say, Topic
+    from rdzv.outlet import Outlet
     from rdzv.processes.spawner_process import SpawnError
     from rdzv.standalone import NotServing
 
-    console = Console("rdzvrun" if options.standalone else options.node_name)
+    name = "rdzvrun" if options.standalone else options.node_name
+    console = Console(name, Outlet(2, name))
     try:
         for note in options.notes:
             console.say(Say(Topic.WARN, note), began_at)
-        if options.run_id_generated:
-            console.say(Say(Topic.NEWS, f"run id {options.run_id}"), began_at)
+        if not options.run_id_given:
+            why = "" if options.standalone else " (no --rdzv-id given)"
+            console.say(Say(Topic.NEWS, f"run id {options.run_id}{why}"), began_at)
         return await Launcher(options, os.environ, console, began_at).run()
     except (NotServing, SpawnError) as error:
         console.say(Say(Topic.WARN, str(error)), began_at)

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 COUNT_MAX = 2**31 - 1  # counts cross the wire as 32 bits
 SECONDS_MAX = (2**32 - 1) // 1000  # and durations as 32 bits of milliseconds
+EXIT_CODE_MAX = 255
 _STREAMS = re.compile(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*")
 
 
@@ -137,6 +138,14 @@ def as_on_daemon_loss(given: Given) -> Literal["continue"]:
     return "continue"
 
 
+def as_console(given: Given) -> Literal["all", "rank0"]:
+    if given.text == "rank0":
+        return "rank0"
+    if given.text != "all":
+        given.refuse("expected all or rank0")
+    return "all"
+
+
 def as_signals(given: Given) -> tuple[str, ...]:
     names = tuple(name.strip() for name in given.text.split(",") if name.strip())
     for name in names:
@@ -158,6 +167,18 @@ def as_ranks(given: Given) -> tuple[int, ...]:
     if not all(is_whole(rank) for rank in found):
         given.refuse("expected local ranks, as 0,1,2")
     return tuple(int(rank) for rank in found)
+
+
+def as_exit_codes(given: Given) -> frozenset[int]:
+    """Numbers and ranges between commas, as 2,64-78."""
+    found: set[int] = set()
+    for part in given.text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        last = last if dash else first
+        if not is_whole(first) or not is_whole(last) or not 1 <= int(first) <= int(last) <= EXIT_CODE_MAX:
+            given.refuse(f"expected exit codes from 1 to {EXIT_CODE_MAX} and ranges of them, as 2,64-78")
+        found.update(range(int(first), int(last) + 1))
+    return frozenset(found)
 
 
 def as_filters(given: Given) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ class NodeHeard:
     job_spec: JobSpec
     spec: NodeSpec
     submission: str = ""
+    resumed: bool = False  # it attended a daemon before
     uptime_s: float = 0.0  # how long its launcher has been running
     known: Known = Known()
     held: Held | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import nsmallest
 
-from rendezvousd.core.model import Job, Node, Outcome, Round, Stance
-from rendezvousd.core.rules import ending, growth, seats
+from rendezvousd.core.model import Job, Node, Outcome, Recovery, Round, Stance
+from rendezvousd.core.rules import ending, growth, recover, seats
 
 # Names spelled out before "and N more".
 NAMES_MAX = 3
@@ -16,6 +16,8 @@ def explain(job: Job, now: float) -> str:
     """Return the line. Looks at every node only when the names of some are wanted."""
     if job.ending is not None:
         return _ended(job)
+    if job.recovering is not None:
+        return _recovering(job, job.recovering, now)
     if job.running is not None:
         return _running(job, job.running, now)
     return _gathering(job, now)
@@ -45,6 +47,15 @@ def _running(job: Job, round_: Round, now: float) -> str:
         else:
             text += f"; {waiting} waiting, let in in {_left(due_at, now)}"
     return text
+
+
+def _recovering(job: Job, recovery: Recovery, now: float) -> str:
+    due_at = recover.due_at(job)
+    assert due_at is not None
+    return (
+        f"the daemon was restarted: {len(recovery.heard)} of {_nodes(recovery.size)} of round {recovery.number} "
+        f"came back, {_left(due_at, now)} left for the others"
+    )
 
 
 def _gathering(job: Job, now: float) -> str:

@@ -20,7 +20,7 @@ from rendezvousd.core.events import (
     TimePassed,
 )
 from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome
-from rendezvousd.core.rules import ending, growth, hear, seats, verdict
+from rendezvousd.core.rules import ending, growth, hear, recover, seats, verdict
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import place_node
 
@@ -52,6 +52,7 @@ def step(job: Job, event: Event, now: float, limits: Limits = DEFAULT_LIMITS) ->
 
 def settle(job: Job, now: float) -> Job:
     """Return the job with every rule applied that holds at `now`."""
+    job = _recover(job, now)
     job = verdict.give_up_overdue(job, now)
     job = verdict.fix_verdict(job, now)
     job = ending.succeed(job, now)
@@ -68,6 +69,7 @@ def wakes_at(job: Job) -> float | None:
     """Return when the job next needs a `TimePassed`, or None if only events move it."""
     instants = (
         job.scan_at,
+        recover.due_at(job),
         ending.too_few_due_at(job),
         growth.growth_due_at(job),
         seats.seal_due_at(job),
@@ -113,6 +115,21 @@ def _close(job: Job, event: CloseAsked, now: float) -> Job:
         cause=Cause(kind=CauseKind.OPERATOR, at=now, text=text),
     )
     return verdict.conclude(job, ending_, now)
+
+
+def _recover(job: Job, now: float) -> Job:
+    """Adopt the round that a daemon before this one sealed, once it is known as far as it will be."""
+    recovery, due_at = job.recovering, recover.due_at(job)
+    if recovery is None or due_at is None or job.ending is not None:
+        return job
+    if not recover.complete(job) and now < due_at:
+        return job
+    job = recover.adopt(job, now)
+    # what they said of their workers is judged now that there is a round to judge it by; failures first: they explain
+    members = [node for uid in recovery.heard if (node := job.nodes.get(uid)) is not None]
+    for node in sorted(members, key=lambda n: n.held is None or not n.held.failures):
+        job = hear.take_in(job, node, now)
+    return job
 
 
 def _grow(job: Job, now: float) -> Job:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from immutables import Map
 
 from rendezvousd.core.settings import Timing
+
+if TYPE_CHECKING:
+    from rendezvousd.core.events import NodeHeard
 
 NodeUid = NewType("NodeUid", str)
 RoundUid = NewType("RoundUid", str)
@@ -82,6 +85,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What a node was told of its place in a round, echoed."""
+
+    group_rank: int
+    group_size: int
+    first_rank: int
+    slots: int
+    world_size: int
+    role_first_rank: int
+    role_world_size: int
+    restart_count: int
+    master_addr: str
+    master_port: int
+    master_offer_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """The one round that a node's processes belong, or belonged, to."""
 
@@ -92,6 +112,7 @@ class Held:
     failures: tuple[Failure, ...] = ()
     master_unreachable: bool = False
     store_lost: bool = False
+    assignment: Assignment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +217,7 @@ class CauseKind(enum.Enum):
     STORE_LOST = "store lost"
     JOIN_TIMEOUT = "join timeout"
     SHORT_ROUNDS = "short rounds"
+    DAEMON_RESTARTED = "daemon restarted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +304,18 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What is being learnt of a round that was sealed by a daemon before this one."""
+
+    uid: RoundUid
+    number: int
+    size: int
+    began_at: float
+    last_at: float  # when a member was last heard for the first time
+    heard: Map[NodeUid, NodeHeard] = Map()  # what its members said first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calm:
     """What restrains growth, and gives up a job that goes nowhere."""
 
@@ -308,6 +342,9 @@ class Job:
     known: Known = Known()
     calm: Calm = Calm()
     ending: Ending | None = None
+    recovering: Recovery | None = None
+    # Founded by a node that knew of no round, while this daemon was so young that others may not have come back yet.
+    upstart: bool = False
     tally: Tally = Tally()
     # when what began; None: it is not so
     last_arrival_at: float = 0.0  # of a newcomer

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rendezvousd.core.model import NO_ROUND, Departure, Ending, Grow, Job, Node, NodeUid, Round, RoundUid, Seat
-from rendezvousd.core.rules import ending, growth, seats
+from rendezvousd.core.rules import ending, growth, recover, seats
 
 
 class Wait(enum.Enum):
     GATHERING = "gathering"
+    RECOVERING = "recovering"
     SPARE = "spare"
     GROWING = "growing"
     COOLDOWN = "cooldown"
@@ -34,6 +35,8 @@ Place: TypeAlias = Assigned | Waiting | Ending | Departure
 
 def valid_round_uid(job: Job) -> RoundUid:
     """Return the only round whose workers may live; empty: none."""
+    if job.recovering is not None and job.ending is None:
+        return job.recovering.uid
     return job.running.uid if job.running is not None else NO_ROUND
 
 
@@ -55,6 +58,8 @@ def place(job: Job, uid: NodeUid, now: float) -> Place:
 def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
     if node is not None and node.cooling_until_at is not None:
         return _until(Wait.COOLDOWN, node.cooling_until_at, now)
+    if job.recovering is not None:
+        return _until(Wait.RECOVERING, recover.due_at(job), now)
     if job.running is None:
         due_at = ending.too_few_due_at(job)
         return _until(Wait.GATHERING, seats.seal_due_at(job) if due_at is None else due_at, now)

@@ -35,6 +35,11 @@ class Timing:
     join_s: float = 600.0
     # From stopped to ready for the next round: a fresh store is bound in milliseconds, a loaded host needs seconds.
     offer_s: float = 30.0
+    # A daemon that knows nothing of a round its nodes speak of waits so long after the last member that came back:
+    # they call again every second.
+    recovery_s: float = 10.0
+    # ... but no longer than this in all.
+    recovery_max_s: float = 60.0
     # An ended job stays readable for so long: latecomers learn its outcome, people read its cause.
     ended_s: float = 300.0
     # A round that broke so soon after somebody was let in makes the next admission wait twice the running time.

@@ -38,9 +38,21 @@ def part_open(job: Job, node: Node) -> bool:
     return job.round is not None and node.uid in job.round.index and node.uid not in job.round.ends
 
 
+def resumes(job: Job, node: Node) -> bool:
+    """Return whether the node's processes belong to the round that is being learnt about, which may live."""
+    return (
+        job.recovering is not None
+        and node.leaving is None
+        and node.held is not None
+        and node.held.round_uid == job.recovering.uid
+    )
+
+
 def stance(job: Job, node: Node) -> Stance:
     """Return where the node stands, from what it last said and what the job is at."""
     if job.running is not None and holds_seat(job, node):
+        return Stance.RUNNING
+    if job.recovering is not None and resumes(job, node):
         return Stance.RUNNING
     if node.alive or part_open(job, node):
         return Stance.BUSY

@@ -45,10 +45,12 @@ CAUSES = {
     CauseKind.STORE_LOST: pb.STORE_LOST,
     CauseKind.JOIN_TIMEOUT: pb.JOIN_TIMEOUT,
     CauseKind.SHORT_ROUNDS: pb.SHORT_ROUNDS,
+    CauseKind.DAEMON_RESTARTED: pb.DAEMON_RESTARTED,
 }
 WAITS = {
     Wait.GATHERING: pb.GATHERING,
     Wait.SPARE: pb.SPARE,
+    Wait.RECOVERING: pb.RECOVERING,
     Wait.GROWING: pb.GROWING,
     Wait.COOLDOWN: pb.COOLDOWN,
 }
@@ -80,6 +82,7 @@ def node_heard(state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limit
         job_spec=job_spec,
         spec=node_spec,
         submission=state.submission,
+        resumed=state.resumed,
         uptime_s=state.uptime_ms / 1000,
         known=_known(state.known),
         held=_held(state.held, limits) if state.HasField("held") else None,
@@ -153,6 +156,23 @@ def _held(held: pb.Held, limits: Limits) -> model.Held:
         failures=tuple(_failure(f, limits) for f in held.failures[: limits.failures_per_node]),
         master_unreachable=held.master_unreachable,
         store_lost=held.store_lost,
+        assignment=_assignment(held.assignment),
+    )
+
+
+def _assignment(told: pb.Assigned) -> model.Assignment:
+    return model.Assignment(
+        group_rank=told.group_rank,
+        group_size=told.group_size,
+        first_rank=told.first_rank,
+        slots=told.slots,
+        world_size=told.world_size,
+        role_first_rank=told.role_first_rank,
+        role_world_size=told.role_world_size,
+        restart_count=told.restart_count,
+        master_addr=told.master_addr,
+        master_port=told.master_port,
+        master_offer_id=told.master_offer_id,
     )
 
 

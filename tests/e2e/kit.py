@@ -229,12 +229,15 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------- the end
 
-    def alive(self) -> list[str]:
-        """The processes that live of all that launchers started, launchers included."""
+    def alive(self, node: str = "", what: str = "") -> list[psutil.Process]:
+        """What lives of all that launchers started, launchers included: of one node, with this in its command line."""
         found = []
         for pid in marked(self.mark):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(f"{pid} {shlex.join(psutil.Process(pid).cmdline())[:120]}")
+                process = psutil.Process(pid)
+                mine = process.environ().get("STAGE_NODE", "")
+                if node in ("", mine) and what in shlex.join(process.cmdline()):
+                    found.append(process)
         return found
 
     def _clear(self, *, strict: bool) -> None:
@@ -245,7 +248,7 @@ class Stage:
                     launcher.kill()  # also when it is stopped
             self._scope.close()
             if strict:
-                until(lambda: not self.alive(), "nobody is left behind", detail=lambda: "\n".join(self.alive()))
+                until(lambda: not self.alive(), "nobody is left behind", detail=lambda: str(self.alive()))
         finally:
             for pid in marked(self.mark):
                 with contextlib.suppress(ProcessLookupError):

@@ -135,6 +135,19 @@ def test_the_summary_has_the_traceback_that_the_worker_recorded(stage: Stage) ->
     assert "ArithmeticError: the loss is not a number" in rest[-1]
 
 
+def test_a_traceback_of_any_size_becomes_a_few_lines_that_say_so(stage: Stage) -> None:
+    stage.daemon()
+    nodes = [stage.launch(name, "2", worker=[*STAND_IN, "--record"]) for name in ("a", "b")]
+    stage.world(2)
+    stage.order("rank-1", f"raise {50 << 20}")
+    assert [node.ends() for node in nodes] == [1, 1]
+    for node in nodes:
+        summary = "\n".join(node.summary())
+        assert "ArithmeticError: the loss is not a number" in summary
+        assert re.search(r"\d{6,} bytes cut", summary)
+        assert len(summary) < 10_000
+
+
 # ---------------------------------------------------------------------------------------------------- where
 
 

@@ -7,6 +7,8 @@ test run does: HUNT=5000 pytest tests/sim/test_invariants.py, with a new seed ea
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
@@ -24,6 +26,18 @@ AGES = st.sampled_from([0.0, 0.0, 0.1, 2.0, 30.0])
 HEALED_S = 35.0 + 30.0 + 60.0 + 30.0 + 30.0
 
 
+T = TypeVar("T")
+
+
+def pick(among: Sequence[T], index: int) -> T:
+    return among[index % len(among)]
+
+
+def somebody(like: Callable[[Player], bool]) -> Callable[[Any], Any]:
+    """Let a rule run only while there is a node like this."""
+    return precondition(lambda self: bool(self.some(like)))
+
+
 class AnyHistory(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -34,27 +48,21 @@ class AnyHistory(RuleBasedStateMachine):
         max_restarts=st.integers(0, 3),
         grow=st.sampled_from(Grow),
         short_rounds_max=st.sampled_from([3, 20]),
+        join_s=st.sampled_from([20.0, 600.0]),
         nodes=st.integers(0, 4),
     )
-    def begin(self, size: str, max_restarts: int, grow: Grow, short_rounds_max: int, nodes: int) -> None:
-        self.stage = Stage(size, max_restarts=max_restarts, grow=grow, short_rounds_max=short_rounds_max)
+    def begin(self, size: str, max_restarts: int, grow: Grow, short_rounds_max: int, join_s: float, nodes: int) -> None:
+        self.stage = Stage(size, max_restarts=max_restarts, grow=grow, short_rounds_max=short_rounds_max, join_s=join_s)
         if nodes:
-            self.stage.join(*"abcd"[:nodes])
+            self.stage.run(*"abcd"[:nodes])
 
     # ------------------------------------------------------------------------------------------- the nodes
-
-    def who(self, index: int) -> Player:
-        players = self.players()
-        return players[index % len(players)]
 
     def players(self) -> list[Player]:
         return [p for p in self.stage.players if not p.exited]
 
-    def anybody(self) -> bool:
-        return bool(self.players())
-
-    def there_is_a_job(self) -> bool:
-        return self.stage.job_or_none is not None
+    def some(self, like: Callable[[Player], bool]) -> list[Player]:
+        return [p for p in self.players() if like(p)]
 
     @precondition(lambda self: len(self.players()) < NODES_MAX)
     @rule(
@@ -68,12 +76,10 @@ class AnyHistory(RuleBasedStateMachine):
     def enters(self, name: str, slots: int, token: str, age_s: float, rank: int | None, grace_s: float) -> None:
         self.stage.enter(name, slots=slots, submission=token, age_s=age_s, node_rank=rank, stop_grace_s=grace_s)
 
-    @precondition(anybody)
+    @somebody(lambda p: not p.cut)
     @rule(who=WHO, late=LATE)
     def speaks(self, who: int, late: bool) -> None:
-        player = self.who(who)
-        if player.cut:
-            return
+        player = pick(self.some(lambda p: not p.cut), who)
         player.outbox.append(player.state(self.stage.now))
         if not late:
             self.flush(player)
@@ -82,121 +88,140 @@ class AnyHistory(RuleBasedStateMachine):
         while player.outbox and not player.refused:
             self.stage.deliver(player.outbox.pop(0))
 
-    @precondition(lambda self: self.anybody() and self.there_is_a_job())
+    @somebody(lambda p: not p.cut)
     @rule(who=WHO, late=LATE)
     def is_told(self, who: int, late: bool) -> None:
-        player = self.who(who)
-        if player.cut:
+        player = pick(self.some(lambda p: not p.cut), who)
+        if self.stage.job_or_none is None:
             return
         player.mail.append(self.stage.told(player))
-        if not late:
-            while player.mail and not player.exited:
-                player.obey(player.mail.pop(0))
+        while player.mail and not late and not player.exited:
+            player.obey(player.mail.pop(0))
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def works(self, who: int) -> None:
-        """Start what is to be started, end what is to be stopped."""
-        player = self.who(who)
-        if player.held is None:
-            return
-        if player.held.phase is Phase.STARTING and not player.doomed:
-            player.start()
-        elif player.held.phase not in LIVE and player.alive:
-            player.stopped()
+    @somebody(lambda p: not p.cut)
+    @rule(who=WHO, then_speaks=st.booleans())
+    def behaves(self, who: int, then_speaks: bool) -> None:
+        """Read, obey, start or stop, and most often say so."""
+        player = pick(self.some(lambda p: not p.cut), who)
+        self.stage.behave(player, speak=then_speaks)
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def finishes(self, who: int) -> None:
-        player = self.who(who)
-        if player.held is not None and player.held.phase is Phase.RUNNING:
-            player.finish()
+    @somebody(lambda p: p.held is not None and p.held.phase is Phase.RUNNING)
+    @rule(who=WHO, then_speaks=st.booleans())
+    def finishes(self, who: int, then_speaks: bool) -> None:
+        player = pick(self.some(lambda p: p.held is not None and p.held.phase is Phase.RUNNING), who)
+        player.finish()
+        if then_speaks:
+            self.say_so(player)
 
-    @precondition(anybody)
-    @rule(who=WHO, age_s=AGES, victim=st.booleans(), alive=st.integers(0, 1), signal=st.sampled_from([0, 9]))
-    def fails(self, who: int, age_s: float, victim: bool, alive: int, signal: int) -> None:
-        player = self.who(who)
-        if player.held is None or not player.alive or player.held.phase not in (*LIVE, Phase.FAILED):
-            return
+    @somebody(lambda p: p.alive > 0)
+    @rule(
+        who=WHO,
+        age_s=AGES,
+        victim=st.booleans(),
+        alive=st.integers(0, 1),
+        signal=st.sampled_from([0, 9]),
+        then_speaks=st.booleans(),
+    )
+    def fails(self, who: int, age_s: float, victim: bool, alive: int, signal: int, then_speaks: bool) -> None:
+        player = pick(self.some(lambda p: p.alive > 0), who)
+        if player.held is None or player.held.phase not in (*LIVE, Phase.FAILED):
+            return  # it is being stopped: whatever its workers end with is no failure
         rank = 10 * self.stage.players.index(player) + len(player.held.failures)
-        player.fail(
-            self.stage.now, Failure(rank=rank, age_s=age_s, victim_hint=victim, signal=signal, exit_code=3), alive=alive
-        )
+        failure = Failure(rank=rank, age_s=age_s, victim_hint=victim, signal=signal, exit_code=3)
+        player.fail(self.stage.now, failure, alive=alive)
+        if then_speaks:
+            self.say_so(player)
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def cannot_reach_its_peers(self, who: int) -> None:
-        player = self.who(who)
-        if player.held is not None and player.held.phase is Phase.STARTING:
-            player.cannot_reach_master()
+    def say_so(self, player: Player) -> None:
+        if not player.cut:
+            player.outbox.append(player.state(self.stage.now))
+            self.flush(player)
 
-    @precondition(anybody)
+    @somebody(lambda p: p.held is not None and p.held.phase in LIVE)
     @rule(who=WHO)
     def loses_its_store(self, who: int) -> None:
-        player = self.who(who)
-        if player.held is not None and player.held.phase in LIVE:
-            player.store_dies()
+        pick(self.some(lambda p: p.held is not None and p.held.phase in LIVE), who).store_dies()
 
-    @precondition(anybody)
+    @somebody(lambda p: p.held is not None and p.held.phase is Phase.STARTING)
     @rule(who=WHO)
-    def leaves(self, who: int) -> None:
-        self.who(who).leave("got SIGTERM")
+    def cannot_reach_its_peers(self, who: int) -> None:
+        pick(self.some(lambda p: p.held is not None and p.held.phase is Phase.STARTING), who).cannot_reach_master()
+
+    @somebody(lambda p: not p.doomed)
+    @rule(who=WHO, then_speaks=st.booleans())
+    def leaves(self, who: int, then_speaks: bool) -> None:
+        player = pick(self.some(lambda p: not p.doomed), who)
+        player.leave("got SIGTERM")
+        if then_speaks:
+            self.say_so(player)
 
     # ---------------------------------------------------------------------------------- what befalls them
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def is_cut_off(self, who: int) -> None:
-        self.who(who).cut = True
+    @somebody(lambda p: not p.cut)
+    @rule(who=WHO, dies=st.booleans(), noticed=st.booleans())
+    def is_cut_off(self, who: int, dies: bool, noticed: bool) -> None:
+        player = pick(self.some(lambda p: not p.cut), who)
+        player.cut = True
+        if noticed:
+            self.stage.break_stream(player)
+        if dies:
+            self.stage.die(player)
 
-    @precondition(anybody)
+    @somebody(lambda p: not p.cut)
     @rule(who=WHO)
     def stream_breaks(self, who: int) -> None:
-        self.stage.break_stream(self.who(who))
+        self.stage.break_stream(pick(self.some(lambda p: not p.cut), who))
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def returns(self, who: int) -> None:
-        player = self.who(who)
-        if player.cut:
-            player.cut = False
-            player.outbox.clear()  # what was on the way when the stream broke is lost
-            player.mail.clear()
+    @somebody(lambda p: p.cut)
+    @rule(who=WHO, then_speaks=st.booleans())
+    def returns(self, who: int, then_speaks: bool) -> None:
+        player = pick(self.some(lambda p: p.cut), who)
+        player.cut = False
+        player.outbox.clear()  # what was on the way when the stream broke is lost
+        player.mail.clear()
+        if then_speaks:
+            self.say_so(player)
 
-    @precondition(anybody)
-    @rule(who=WHO)
-    def dies(self, who: int) -> None:
-        self.stage.die(self.who(who))
+    def silent(self) -> list[Player]:
+        job = self.stage.job_or_none
+        return [p for p in self.stage.players if (p.cut or p.exited) and job is not None and p.uid in job.nodes]
 
-    @precondition(there_is_a_job)
+    @precondition(lambda self: bool(self.silent()))
     @rule(who=WHO, silent_s=st.sampled_from([0.0, 1.0, 5.0]))
     def is_given_up(self, who: int, silent_s: float) -> None:
-        gone = [p for p in self.stage.players if p.cut and p.uid in self.stage.job.nodes]
-        if gone:
-            self.stage.lose(gone[who % len(gone)], silent_s=silent_s)
+        self.stage.lose(pick(self.silent(), who), silent_s=silent_s)
 
-    @precondition(lambda self: self.anybody() and self.there_is_a_job())
-    @rule(who=WHO)
-    def says_old_things_again(self, who: int) -> None:
+    def quotable(self) -> list[Player]:
+        """Whose old words may come again: nodes that are attended, and such as are shown out for good."""
+        job, spoken = self.stage.job_or_none, self.stage.ledger.spoken
+        if job is None:
+            return []
+        return [p for p in self.stage.players if p.uid in spoken and (p.uid in job.gone or p.uid in job.nodes)]
+
+    @precondition(lambda self: bool(self.quotable()))
+    @rule(who=WHO, which=WHO)
+    def says_old_things_again(self, who: int, which: int) -> None:
         """A message comes twice, or after a newer one; the next says how things stand."""
-        player = self.who(who)
-        words = self.stage.ledger.spoken.get(player.uid)
-        if words and player.leaving is None and not player.cut and player.uid in self.stage.job.nodes:
-            self.stage.deliver(words[who % len(words)])
-            self.speaks(self.players().index(player), late=False)
+        player = pick(self.quotable(), who)
+        gone = player.uid in self.stage.job.gone
+        if player.cut and not gone:
+            return
+        self.stage.deliver(pick(self.stage.ledger.spoken[player.uid], which))
+        if not gone:
+            self.say_so(player)
 
-    @precondition(there_is_a_job)
-    @rule(who=WHO, sure=st.integers(0, 3))
+    @somebody(lambda p: True)
+    @rule(who=WHO, sure=st.integers(0, 2))
     def is_removed(self, who: int, sure: int) -> None:
-        if not sure and self.anybody():
-            self.stage.remove(self.who(who))
+        if not sure and self.stage.job_or_none is not None:
+            self.stage.remove(pick(self.players(), who))
 
-    @precondition(there_is_a_job)
+    @precondition(lambda self: self.stage.job_or_none is not None and self.stage.job.running is not None)
     @rule()
     def operator_restarts(self) -> None:
         self.stage.restart()
 
-    @precondition(there_is_a_job)
+    @precondition(lambda self: self.stage.job_or_none is not None)
     @rule(sure=st.integers(0, 30), success=st.booleans())
     def operator_closes(self, sure: int, success: bool) -> None:
         if not sure:
@@ -209,7 +234,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.stage.wait(seconds)
         self.forget()
 
-    @precondition(there_is_a_job)
+    @precondition(lambda self: self.stage.job_or_none is not None)
     @rule()
     def time_comes(self) -> None:
         self.stage.to_wake()
@@ -218,6 +243,13 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def all_behave(self, times: int) -> None:
         self.stage.play(times)
+
+    @rule(seconds=SECONDS)
+    def all_behave_for_a_while(self, seconds: float) -> None:
+        self.stage.play(3)
+        self.stage.wait(seconds)
+        self.forget()
+        self.stage.play(3)
 
     def forget(self) -> None:
         """An ended job is dropped in time, as the engine does; what still belongs to it goes."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from immutables import Map
 
 from rendezvousd.core.codec import PART_BYTES, PER_PART, Record, RecordError, dump, load
-from rendezvousd.core.events import NodeHeard
+from rendezvousd.core.events import NodeHeard, NodeLost
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import (
     Cause,
@@ -46,45 +46,48 @@ UIDS = st.text(string.hexdigits, min_size=1, max_size=4)
 INSTANTS = st.floats(0.0, THEN)
 
 
+SPECS = st.builds(
+    JobSpec, min_nodes=st.integers(1, 5), max_nodes=st.integers(5, 9), timing=st.builds(Timing, settle_s=INSTANTS)
+)
+CAUSES = st.builds(Cause, at=INSTANTS, failure=st.none() | st.builds(Failure, text=TEXT))
+DEPARTURES = st.builds(Departure, order=st.integers(0, 3 * PER_PART))
+NODES = st.builds(
+    Node,
+    spec=st.builds(NodeSpec, stop_grace_s=INSTANTS),
+    held=st.none() | st.builds(Held, alive=st.integers(0, 3), failures=st.just(())),
+    leaving=st.none() | DEPARTURES,
+    cooling_until_at=st.none() | INSTANTS,
+    unreachables=st.integers(0, 9),
+    due_at=st.none() | INSTANTS,
+)
+SEATS = st.builds(Seat, slots=st.integers(1, 9))
+JOBS = st.builds(
+    Job,
+    run_id=TEXT,
+    spec=SPECS,
+    began_at=INSTANTS,
+    nodes=st.just(Map()),
+    gone=st.dictionaries(UIDS.map(lambda uid: NodeUid(f"gone {uid}")), DEPARTURES, max_size=3).map(Map),
+    round=st.none(),
+    last_cause=st.none() | CAUSES,
+    ending=st.none() | st.builds(Ending, at=INSTANTS, cause=st.none() | CAUSES),
+    **{name: st.none() | INSTANTS for name in ("enough_at", "short_at", "waiting_at", "scan_at")},
+)
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     """Any job, its parts in agreement with each other as the rules keep them."""
-    spec = draw(
-        st.builds(
-            JobSpec,
-            min_nodes=st.integers(1, 5),
-            max_nodes=st.integers(5, 9),
-            timing=st.builds(Timing, settle_s=INSTANTS),
-        )
-    )
-    uids = draw(st.lists(UIDS.map(NodeUid), max_size=8, unique=True))
+    uids = draw(st.lists(UIDS.map(NodeUid), max_size=4, unique=True))
     seated = uids[: draw(st.integers(0, len(uids)))]
-    round_ = draw(_rounds(seated)) if seated else None
-    gone = draw(st.dictionaries(UIDS.map(NodeUid).filter(lambda uid: uid not in uids), st.builds(Departure)))
-    nodes = [draw(_nodes(uid, arrival * PER_PART // 3)) for arrival, uid in enumerate(uids)]
-    job = draw(
-        st.builds(
-            Job,
-            run_id=TEXT,
-            spec=st.just(spec),
-            began_at=INSTANTS,
-            nodes=st.just(Map((node.uid, node) for node in nodes)),
-            gone=st.just(Map(gone)),
-            round=st.just(round_),
-            last_cause=st.none() | st.builds(Cause, at=INSTANTS),
-            ending=st.none() | st.builds(Ending, at=INSTANTS),
-            **{name: st.none() | INSTANTS for name in ("enough_at", "short_at", "waiting_at", "scan_at")},
-        )
-    )
+    nodes = {uid: replace(draw(NODES), uid=uid, arrival=order * PER_PART // 2) for order, uid in enumerate(uids)}
+    job = replace(draw(JOBS), nodes=Map(nodes), round=draw(rounds(seated)) if seated else None)
     return restance(job, THEN)
 
 
 @st.composite
-def _rounds(draw: st.DrawFn, uids: list[NodeUid]) -> Round:
-    seats = tuple(
-        draw(st.builds(Seat, uid=st.just(uid), group_rank=st.just(rank), slots=st.integers(1, 9)))
-        for rank, uid in enumerate(uids)
-    )
+def rounds(draw: st.DrawFn, uids: list[NodeUid]) -> Round:
+    seats = tuple(replace(draw(SEATS), uid=uid, group_rank=rank) for rank, uid in enumerate(uids))
     ends = st.dictionaries(st.sampled_from(uids), st.sampled_from(End)).map(Map)
     round_ = draw(
         st.builds(
@@ -95,27 +98,13 @@ def _rounds(draw: st.DrawFn, uids: list[NodeUid]) -> Round:
             sealed_at=INSTANTS,
             forfeits=ends,
             ends=ends,
-            evidence=st.lists(st.builds(Cause, at=INSTANTS), max_size=3).map(tuple),
+            evidence=st.lists(CAUSES, max_size=2).map(tuple),
             unreachable=st.frozensets(st.sampled_from(uids)),
             broken_at=st.none() | INSTANTS,
         )
     )
     assert isinstance(round_, Round)
     return round_
-
-
-def _nodes(uid: NodeUid, arrival: int) -> st.SearchStrategy[Node]:
-    return st.builds(
-        Node,
-        uid=st.just(uid),
-        arrival=st.just(arrival),
-        spec=st.builds(NodeSpec, stop_grace_s=INSTANTS),
-        held=st.none() | st.builds(Held, alive=st.integers(0, 3)),
-        leaving=st.none() | st.builds(Departure),
-        cooling_until_at=st.none() | INSTANTS,
-        unreachables=st.integers(0, 9),
-        due_at=st.none() | INSTANTS,
-    )
 
 
 def as_stored(job: Job) -> Job:
@@ -161,30 +150,17 @@ def again(record: Record) -> Job:
     return load(record.head, record.parts, seed="new", now=NOW)
 
 
-ANY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-
-
-@ANY
-@given(jobs())
-def test_what_is_stored_comes_back(job: Job) -> None:
-    loaded = again(dump(job))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(jobs(), jobs())
+def test_what_is_stored_comes_back(job: Job, older: Job) -> None:
+    record = dump(job)
+    loaded = again(record)
     assert loaded == as_stored(job)
     assert loaded.tally == recount(loaded)
-
-
-@ANY
-@given(jobs())
-def test_what_came_back_is_stored_as_it_was(job: Job) -> None:
-    first = dump(job)
-    second = dump(again(first))
-    assert (second.head, second.parts) == (first.head, first.parts)
-
-
-@ANY
-@given(jobs(), jobs())
-def test_nothing_of_an_older_record_shines_through(old: Job, new: Job) -> None:
-    record = dump(new, dump(old))
-    assert (record.head, record.parts) == (dump(new).head, dump(new).parts)
+    anew = dump(loaded)
+    assert (anew.head, anew.parts) == (record.head, record.parts)
+    changed = dump(job, dump(older))  # nothing of an older record shines through
+    assert (changed.head, changed.parts) == (record.head, record.parts)
 
 
 # ----------------------------------------------------------------------------------------------- what a leader needs
@@ -210,23 +186,18 @@ def test_a_running_round_goes_on_and_its_members_are_believed_alive() -> None:
     assert stage.round.uid == before.uid
 
 
-def test_a_failure_is_charged_once_whenever_the_leader_changes() -> None:
-    for change_after in range(4):
-        stage = Stage("2", max_restarts=3)
-        a, b = stage.run("a", "b")
-        steps = [
-            lambda: a.fail(stage.now, failure(rank=0), alive=1),
-            lambda: stage.hear(a),
-            lambda: stage.tell(b),
-            lambda: stage.hear(b),
-        ]
-        for number, do in enumerate(steps):
-            do()
-            if number == change_after:
-                taken_over(stage)
-        stage.play(6)
-        assert stage.roster() == ["a", "b"], f"leader changed after step {change_after}"
-        assert (stage.round.number, stage.job.known.restarts_used) == (2, 1)
+@pytest.mark.parametrize("change_after", range(4))
+def test_a_failure_is_charged_once_whenever_the_leader_changes(change_after: int) -> None:
+    stage = Stage("2", max_restarts=3)
+    a, b = stage.run("a", "b")
+    a.fail(stage.now, failure(rank=0), alive=1)
+    for number, (do, player) in enumerate([(stage.hear, a), (stage.tell, b), (stage.hear, b), (stage.tell, a)]):
+        do(player)
+        if number == change_after:
+            taken_over(stage)
+    stage.play(6)
+    assert stage.roster() == ["a", "b"]
+    assert (stage.round.number, stage.job.known.restarts_used) == (2, 1)
 
 
 def test_a_success_is_kept_though_its_node_is_never_heard_again() -> None:
@@ -258,12 +229,12 @@ def test_a_member_that_vanished_with_the_leader_outranks_the_failures_it_caused(
     a.fail(stage.now, failure(rank=0))
     stage.hear(a)
     taken_over(stage)
-    silent_since = stage.now - 0.001  # what the new leader knows: not heard since it leads
-    stage.wait(10)
-    stage.heard_at[b.uid] = silent_since
-    stage.lose(b, silent_s=stage.now - silent_since)
-    assert stage.round.final
-    assert stage.job.known.restarts_used == 0
+    # All that the new leader can say of b's silence is that it has not heard it since before it read the record.
+    lost = NodeLost(uid=b.uid, silent_s=10.001, why="not heard since another daemon took over")
+    job = step(stage.job, lost, stage.now + 10.0)
+    assert job.round is not None
+    assert job.round.final
+    assert job.known.restarts_used == 0
 
 
 def test_nothing_is_sealed_over_workers_that_only_the_old_leader_heard_of() -> None:
@@ -337,11 +308,7 @@ def test_long_texts_are_cut_into_parts_that_fit() -> None:
     stage.hear(a)
     record = dump(stage.job)
     assert max(map(len, record.parts.values())) == PART_BYTES
-    assert again(record).round == as_stored_at(stage.job).round
-
-
-def as_stored_at(job: Job) -> Job:
-    return as_stored(job)
+    assert again(record).round == as_stored(stage.job).round
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

@@ -18,6 +18,8 @@ import grpc
 from rdzv.store import Store
 from rendezvousd.core.errors import NoSuchJob, NotLeader, RoundOver, StoreLost
 from rendezvousd.core.kv import DEFAULT_LIMITS, KvLimits
+from rendezvousd.core.settings import Limits
+from rendezvousd.rpc.server import server_options
 from rendezvousd.rpc.store import StoreCounts, StoreService
 from rendezvousd.v1 import store_pb2 as pb
 
@@ -52,7 +54,7 @@ class Daemon:
         self.port = self._run(self._start(port))
 
     async def _start(self, port: int) -> int:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=server_options(Limits()))
         self._server.add_generic_rpc_handlers((self.service.handler(),))
         bound: int = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()

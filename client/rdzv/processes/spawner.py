@@ -17,6 +17,7 @@ The wire. From the launcher, each with a field `do`:
     start {id, kind: worker|helper, argv, env} + descriptors   they become 0, 1, 2, ... of the new process
     stop {signal, grace_s}                                     workers, and whatever else is not a helper
     hurry {}                                                   the stop in progress has no grace left
+    signal {signal}                                            each worker that runs its program, alone
     end {id, grace_s}                                          one helper
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
@@ -153,6 +154,10 @@ class Spawner:
             case "hurry":
                 if self._stop is not None:
                     self._stop.kill_at = 0.0
+            case "signal":
+                for process in self._workers():
+                    if process.exec_fd < 0:
+                        send(os.kill, process.pid, body["signal"])
             case "end":
                 self._end(body["id"], body["grace_s"])
             case unknown:

@@ -199,6 +199,11 @@ class Supervisor:
         if self._spawner is not None:
             self._spawner.link.post({"do": "hurry"})
 
+    def signal(self, number: int) -> None:
+        """Send a signal to each worker that runs its program; not to what it has started."""
+        if self._spawner is not None:
+            self._spawner.link.post({"do": "signal", "signal": int(number)})
+
     def alive(self) -> int:
         """How many workers have been ordered and not ended."""
         return sum(isinstance(child, _Worker) for child in self._children.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import Departure, Job, JobSpec, JobUid, Known, Node, NodeUid
+from rendezvousd.core.rules.recover import begin
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import drop_node, place_node, restance
 
@@ -32,6 +33,8 @@ def instance(job: Job | None, event: NodeHeard, now: float) -> Instance:
         return Instance.NEW
     if event.uid in job.nodes or event.uid in job.gone or event.known.job_uid == job.uid:
         return Instance.THIS
+    if gives_way(job, event):
+        return Instance.THIS
     if event.known.job_uid and (job.known.round > 0 or event.known.round == 0):
         return Instance.SUPERSEDED
     same_submission = bool(event.submission) and event.submission == job.submission
@@ -43,6 +46,11 @@ def instance(job: Job | None, event: NodeHeard, now: float) -> Instance:
     return Instance.NEW
 
 
+def gives_way(job: Job, event: NodeHeard) -> bool:
+    """Return whether a newcomer began this job though an older one, of which the speaker tells, is still alive."""
+    return job.upstart and event.resumed and event.known.round > 0 and event.known.job_uid != job.uid
+
+
 def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
     """Return a new job for its first node, which still is to be admitted.
 
@@ -50,7 +58,7 @@ def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) 
     nodes of a job whose daemon lost its memory find each other again.
     """
     known = event.known if event.known.job_uid else Known(job_uid=uid)
-    return Job(
+    job = Job(
         run_id=run_id,
         uid=known.job_uid,
         seed=seed,
@@ -58,7 +66,9 @@ def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) 
         began_at=now,
         known=known,
         submission=event.submission,
+        upstart=known.round == 0 and now < event.job_spec.timing.recovery_max_s,
     )
+    return begin(job, known, now) if known.round else job
 
 
 def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
@@ -68,7 +78,7 @@ def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: floa
     has not read yet that it is out of the old job could not tell the new one from it.
     """
     job = found(old.run_id, event, uid=uid, seed=seed, now=now)
-    job = replace(job, gone=old.gone, departures=old.departures)
+    job = replace(job, gone=old.gone, departures=old.departures, recovering=None, upstart=False)
     if job.known.round >= old.known.round:
         return job
     return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))
@@ -120,19 +130,25 @@ def disagreement(job: JobSpec, node: JobSpec) -> str:
 def learn(job: Job, known: Known, now: float) -> Job:
     """Return the job knowing what this node was once told: numbers never go back, restarts are never forgotten."""
     mine = job.known
-    if known.round > 0 and mine.round == 0 and job.round is None and known.job_uid != job.uid:
-        # nothing was ever formed here under this name, elsewhere something was: it is that job
-        return restance(replace(job, uid=known.job_uid, known=known), now)
     if known.job_uid != mine.job_uid or (
         known.round <= mine.round
         and known.restarts_used <= mine.restarts_used
         and known.charged_round <= mine.charged_round
     ):
         return job
-    if known.round > mine.round:
+    later = known.round > mine.round
+    if later:
         mine = replace(mine, round=known.round, round_uid=known.round_uid, group_size=known.group_size)
     if known.restarts_used > mine.restarts_used:
         mine = replace(mine, restarts_used=known.restarts_used)
     if known.charged_round > mine.charged_round:
         mine = replace(mine, charged_round=known.charged_round, charged_round_uid=known.charged_round_uid)
-    return restance(replace(job, known=mine), now)
+    job = replace(job, known=mine)
+    return begin(job, known, now) if later else restance(job, now)
+
+
+def give_way(job: Job, event: NodeHeard, now: float) -> Job:
+    """Return the job as the older one that the speaker tells of. Whatever was formed meanwhile is over."""
+    known = replace(event.known, round=max(event.known.round, job.known.round))
+    job = replace(job, uid=event.known.job_uid, known=known, round=None, last_cause=None, ending=None, upstart=False)
+    return begin(job, event.known, now)

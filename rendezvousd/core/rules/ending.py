@@ -29,7 +29,7 @@ def too_few_due_at(job: Job) -> float | None:
 
 def note_short(job: Job, now: float) -> Job:
     """Return the job with the begin of having too few nodes set or cleared."""
-    short = job.gathering and job.tally.usable < job.spec.min_nodes
+    short = job.gathering and job.recovering is None and job.tally.usable < job.spec.min_nodes
     if short == (job.short_at is not None):
         return job
     return replace(job, short_at=now if short else None)

@@ -19,7 +19,8 @@ from rendezvousd.core.model import (
     RoundUid,
     Stance,
 )
-from rendezvousd.core.rules.admit import admit, bar, learn
+from rendezvousd.core.rules.admit import admit, bar, give_way, gives_way, learn
+from rendezvousd.core.rules.recover import note
 from rendezvousd.core.rules.verdict import blame, done, end_part, forfeit
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.signals import describe_end
@@ -38,6 +39,8 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
     """Return the job knowing how this node stands. Old news changes nothing."""
     if event.uid in job.gone:
         return job
+    if gives_way(job, event):
+        job = give_way(job, event, now)
     job = learn(job, event.known, now)
     if event.uid not in job.nodes:
         job = admit(job, event, limits, now)
@@ -53,12 +56,27 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
         unreachables=0 if event.held is not None and event.held.phase is Phase.RUNNING else node.unreachables,
     )
     fresh = node.stance is not Stance.READY
-    job = place_node(job, node, now)
+    job = note(place_node(job, node, now), event, now)
     if fresh and job.nodes[event.uid].stance is Stance.READY and job.running is not None:
         job = replace(job, last_arrival_at=now)  # a quiet time before growth counts from readiness
     if event.leaving is not None or node.leaving is not None:
         return leave(job, event.uid, Departure(by=node.name, reason=event.leaving or ""), limits, now)
     return job
+
+
+def take_in(job: Job, node: Node, now: float) -> Job:
+    """Return the job judging anew what this node last said of its processes."""
+    event = NodeHeard(
+        uid=node.uid,
+        name=node.name,
+        job_spec=job.spec,
+        spec=node.spec,
+        held=node.held,
+        offer=node.offer,
+        leaving=node.leaving.reason if node.leaving is not None else None,
+    )
+    job = _held(place_node(job, replace(node, held=None), now), event, now)
+    return place_node(job, replace(job.nodes[node.uid], held=event.held), now)
 
 
 def leave(job: Job, uid: NodeUid, departure: Departure, limits: Limits, now: float) -> Job:

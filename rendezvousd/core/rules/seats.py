@@ -25,7 +25,13 @@ def settles(job: Job) -> bool:
 def blocked(job: Job) -> bool:
     """Return whether something else than time must come first: enough nodes, a verdict, old workers' end, a member."""
     tally = job.tally
-    return job.enough_at is None or job.judging or tally.busy > 0 or tally.members_ready < tally.members
+    return (
+        job.recovering is not None
+        or job.enough_at is None
+        or job.judging
+        or tally.busy > 0
+        or tally.members_ready < tally.members
+    )
 
 
 def seal_due_at(job: Job) -> float | None:

@@ -6,7 +6,7 @@
 
 It appends one line of JSON to $STAGE/progress.jsonl for each thing it does (start, step, end), and looks into
 $STAGE/orders between two steps: `finish` and `finish-NODE` end it with success; `rank-N` tells that rank to "exit 3",
-to "raise", or to die of "signal 11", once.
+to "raise 5" bytes of text, to die of "signal 11", or to "ignore 15", once.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ def obey() -> None:
         case "exit":
             sys.exit(int(argument))
         case "raise":
-            raise ArithmeticError("the loss is not a number")
+            raise ArithmeticError("the loss is not a number" + "!" * int(argument or 0))
         case "signal":
             os.kill(os.getpid(), int(argument))
             signal.pause()
+        case "ignore":
+            signal.signal(int(argument), signal.SIG_IGN)
+            say("ignores")
         case _:
             raise ValueError(order)
 

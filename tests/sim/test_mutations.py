@@ -1,0 +1,129 @@
+"""A guard that is taken out of the core is missed: the histories of test_invariants.py find what it kept away.
+
+Each mutation is a change of the source of one function, so it is the guard itself that is tested and not a stand-in.
+A mutation whose text is not found any more fails: the guard has moved, and so must this line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from rendezvousd.core import machine, ranks, tally
+from rendezvousd.core.rules import admit, ending, growth, hear, seats, verdict
+from tests.sim.test_invariants import AnyHistory
+
+HUNT = settings(
+    max_examples=600,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # found is enough; nobody reads the smallest example
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+MUTATIONS = {
+    "an offer counts whatever round it names as over": (
+        tally.offer_counts,
+        " and node.offer.after == job.known.round_uid",
+        "",
+    ),
+    "a count is not taken back": (tally._add, "busy=tally.busy + sign * (", "busy=tally.busy + ("),
+    "a seat that was given up is still held": (tally.holds_seat, "and node.uid not in job.round.forfeits", ""),
+    "a member whose end is not known counts as stopped": (tally.stance, " or part_open(job, node)", ""),
+    "a node with live workers is not busy": (tally.stance, "node.alive or ", ""),
+    "sealing does not wait for old workers": (seats.blocked, "tally.busy > 0 or ", ""),
+    "sealing does not wait for members": (seats.blocked, " or tally.members_ready < tally.members", ""),
+    "sealing does not wait for the verdict": (seats.blocked, "job.judging or ", ""),
+    "the settle time is woken for while others are waited for": (
+        seats.seal_due_at,
+        "blocked(job)",
+        "job.enough_at is None",
+    ),
+    "newcomers are seated before members": (
+        seats._seal,
+        "newcomers = choose(job.round, strangers, job.spec.max_nodes - len(survivors))",
+        "newcomers = choose(job.round, strangers, job.spec.max_nodes)\n"
+        "    survivors = survivors[: job.spec.max_nodes - len(newcomers)]",
+    ),
+    "more nodes than max are seated": (seats._seal, "job.spec.max_nodes - len(survivors)", "job.spec.max_nodes"),
+    "a round number is used again": (seats._seal, "number = job.known.round + 1", "number = max(1, job.known.round)"),
+    "ranks leave a gap": (ranks.deal, "first_rank += node.spec.slots", "first_rank += node.spec.slots + 1"),
+    "survivors are dealt anew": (ranks.order, "rank < size", "rank < 0"),
+    "rank 0 goes to a newcomer": (ranks.order, "if places[0] is None and survivors:", "if False:"),
+    "the verdict does not wait for all ends": (verdict.fix_verdict, "len(round_.ends) < len(round_.seats)", "False"),
+    "a lost node is charged": (
+        verdict.fix_verdict,
+        "round_.cause.kind is CauseKind.WORKER_FAILED",
+        "round_.cause.kind in (CauseKind.WORKER_FAILED, CauseKind.NODE_LOST)",
+    ),
+    "failures are free": (verdict.fix_verdict, "round_.cause.kind is CauseKind.WORKER_FAILED", "False"),
+    "the first told is to blame": (
+        verdict.blame,
+        "tuple(sorted((*round_.evidence, cause), key=_order)[:EVIDENCE_MAX])",
+        "(*round_.evidence, cause)",
+    ),
+    "the budget has no end": (verdict._charge, "known.restarts_used >= job.spec.max_restarts", "False"),
+    "who was late is waited for anew": (verdict._give_up, ", stance=stance(job, node)", ""),
+    "who was late keeps its seat": (verdict._give_up, "forfeit(job, node.uid, End.OVERRUN)", "job"),
+    "a loss breaks nothing": (verdict.vanish, "return job if kept else blame(job, cause, now)", "return job"),
+    "the loss of a done node breaks the round": (verdict.vanish, "job if kept else blame", "blame"),
+    "a success after the break counts": (verdict.end_part, " and round_.broken_at is None", ""),
+    "who left comes back": (hear.heard, "if event.uid in job.gone:", "if False:"),
+    "who left is seated": (hear.leave, "node = replace(node, leaving=departure)", "node = replace(node)"),
+    "who leaves is not waited for": (hear.leave, "job if node.stance is Stance.BUSY else depart", "depart"),
+    "old failures break new rounds": (
+        hear._held,
+        "here = held is not None and held.round_uid == round_.uid",
+        "here = held is not None",
+    ),
+    "a node is let in though others are done": (growth.room, " and round_.done == 0", ""),
+    "a full round grows": (growth.room, "len(round_.seats) < job.spec.max_nodes", "True"),
+    "grow=never grows": (growth.growth_due_at, "spec.grow is Grow.NEVER or ", ""),
+    "too few for ever": (machine.settle, "job = ending.fail_if_hopeless(job, now)", "pass"),
+    "nothing ends a wait": (machine.settle, "job = verdict.give_up_overdue(job, now)", "pass"),
+    "success is not noticed": (ending.succeed, "round_.done < len(round_.seats)", "True"),
+    "success of one is success of all": (ending.succeed, "round_.done < len(round_.seats)", "round_.done == 0"),
+    "the join timeout overtakes the verdict": (ending.fail_if_hopeless, " or job.judging", ""),
+    "numbers begin anew with a new submission": (
+        admit.superseding,
+        "return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))",
+        "return job",
+    ),
+}
+
+
+@contextmanager
+def mutated(function: FunctionType, guard: str, instead: str) -> Iterator[None]:
+    """Let `function` run with `instead` in the place of `guard`, for everybody who has imported it."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(guard) == 1, f"{guard!r} is not in {function.__qualname__} once"
+    space: dict[str, object] = {}
+    future = "from __future__ import annotations\n"
+    exec(compile(future + source.replace(guard, instead), function.__code__.co_filename, "exec"), space)
+    changed = space[function.__name__]
+    assert isinstance(changed, FunctionType)
+    whole = function.__code__
+    function.__code__ = changed.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = whole
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_guard_that_is_taken_out_is_missed(name: str) -> None:
+    function, guard, instead = MUTATIONS[name]
+    assert isinstance(function, FunctionType)
+    with mutated(function, guard, instead), pytest.raises(Exception) as found:  # noqa: PT011
+        run_state_machine_as_test(AnyHistory, settings=HUNT)  # type: ignore[no-untyped-call]
+    print(f"{type(found.value).__name__}: {found.value}"[:200])

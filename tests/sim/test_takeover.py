@@ -1,0 +1,61 @@
+"""Any history in which leaders change at any moment: each goes on from the record, and nobody can tell but by waiting.
+
+The histories and their judge are those of test_invariants.py. To hunt longer: HUNT=5000, as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis.stateful import invariant, precondition, rule
+
+from rendezvousd.core.codec import Record, dump, load
+from rendezvousd.core.events import TimePassed
+from tests.sim.test_invariants import AnyHistory
+
+
+class AnyTakeover(AnyHistory):
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: Record | None = None
+        self.terms = 0
+
+    @invariant()
+    def the_record_is_made_of_what_changed(self) -> None:
+        """What was kept of the record before is what would be made anew."""
+        job = self.stage.job_or_none
+        if job is None:
+            return
+        self.record, whole = dump(job, self.record), dump(job)
+        assert (self.record.head, self.record.parts) == (whole.head, whole.parts)
+
+    @precondition(lambda self: self.there_is_a_job())
+    @rule()
+    def another_leads(self) -> None:
+        stage = self.stage
+        record = dump(stage.job)
+        self.terms += 1
+        self.record = None
+        stage.now += 0.001  # what is never heard again was heard last before the record was read
+        stage.job_or_none = load(record.head, record.parts, seed=f"term {self.terms}", now=stage.now)
+        self._tell_the_ledger()
+        stage.apply(TimePassed())
+
+    def _tell_the_ledger(self) -> None:
+        """The judge goes on with what a new leader can know, too."""
+        ledger, now = self.stage.ledger, self.stage.now
+        for uid, word in ledger.words.items():
+            ledger.words[uid] = replace(word, offer=None)
+        ledger.busy_since = dict.fromkeys(ledger.busy_since, now)
+        book = ledger.book
+        if book is None:
+            return
+        book.sealed_at = now
+        book.broken_at = None if book.broken_at is None else now
+        earliest = min((e.at for e in book.evidence), default=0.0)
+        for evidence in book.evidence:
+            evidence.at = now + (evidence.at - earliest)
+
+
+AnyTakeover.TestCase.settings = AnyHistory.TestCase.settings
+TestAnyTakeover = AnyTakeover.TestCase
