@@ -22,6 +22,7 @@ from typing import assert_never
 
 from rdzv import wording
 from rdzv.model import (
+    NO_RETRY,
     SPAWN,
     DaemonAway,
     DaemonRefused,
@@ -62,6 +63,10 @@ __all__ = ["Agent", "Config", "begin", "standing", "step", "wakes_at"]
 FAILURES_MAX = 8  # the first few tell what happened; a node of 64 workers need not tell it 64 times
 STORE_RETRY_S = 1.0  # between two attempts to open a bootstrap store
 TROUBLE_LASTS_S = 10.0  # a store that held for so long had nothing to do with the trouble before
+INSTANT_S = 1.0  # workers that failed sooner have not got beyond their imports
+PAUSE_MIN_S = 1.0  # after the second such failure in a row; each further one doubles it
+PAUSE_MAX_S = 16.0  # a daemon gives the seat of a node away that makes no offer for 30 s
+PAUSE_GROWTHS_MAX = 10  # by then the bound is reached; a power without a bound overflows one day
 AWAY_UNSAID_S = 2.0  # a daemon that is back sooner was never worth a line
 
 
@@ -205,7 +210,8 @@ def _round_news(
             held = replace(held, phase=Phase.STOPPED, gone=True, master_unreachable=True)
             return replace(agent, held=held, idle_at=now), [Say(Topic.WARN, fact.text)]
         case WorkersStarted():
-            return replace(agent, held=held.moved({Phase.STARTING: Phase.RUNNING})), []
+            held = replace(held.moved({Phase.STARTING: Phase.RUNNING}), started_at=now)
+            return replace(agent, held=held), []
         case SpawnFailed():
             return replace(agent, held=_spawn_failed(held, fact, now)), []
         case WorkerEnded():
@@ -214,9 +220,30 @@ def _round_news(
             if held.stop_at is None:
                 return agent, []  # only what was stopped can be said to be gone
             held = replace(held.moved({Phase.STOPPING: Phase.STOPPED}), gone=True)
-            return replace(agent, held=held, idle_at=now), []
+            return _after_instant_failure(replace(agent, held=held, idle_at=now), held, now)
         case _:
             assert_never(fact)
+
+
+def _after_instant_failure(agent: Agent, held: Held, now: float) -> Step:
+    """A script that fails as soon as it starts will do so again: from the second time on it is not tried at once."""
+    if not any(_instant(held, failure) for failure in held.failures):
+        return replace(agent, instant=0), []
+    agent = replace(agent, instant=agent.instant + 1)
+    seat = held.assignment
+    last = seat.restart_count >= seat.max_restarts or any(f.kind == NO_RETRY for f in held.failures)
+    if agent.instant < 2 or last or agent.doomed:
+        return agent, []
+    pause_s = min(PAUSE_MIN_S * 2 ** min(agent.instant - 2, PAUSE_GROWTHS_MAX), PAUSE_MAX_S)
+    agent = replace(agent, pause_until=now + pause_s)
+    return agent, [Say(Topic.NEWS, wording.pausing(pause_s, agent.instant))]
+
+
+def _instant(held: Held, failure: Failure) -> bool:
+    """Whether it was over before it had begun. A signal comes from without, and says nothing of the script."""
+    if failure.kind == SPAWN:
+        return True
+    return held.started_at is not None and not failure.signal and failure.ended_at < held.started_at + INSTANT_S
 
 
 def _spawn_failed(held: Held, fact: SpawnFailed, now: float) -> Held:

@@ -311,7 +311,7 @@ class Launcher:
                 fact = model.SpawnFailed(round_uid=seat.round_uid, local_rank=failed.local_rank, text=failed.text)
                 self._tell(fact)
             except (OSError, ValueError) as error:
-                text = f"cannot prepare the workers: {error or type(error).__name__}"
+                text = f"cannot prepare the workers: {str(error) or type(error).__name__}"
                 self._tell(model.SpawnFailed(round_uid=seat.round_uid, local_rank=0, text=text))
             else:
                 self._tell(model.WorkersStarted(round_uid=seat.round_uid))

@@ -23,7 +23,8 @@ class Lines:
         """Return the lines that `chunk` completes."""
         cut = chunk.rfind(b"\n") + 1
         if not cut:
-            self._rest.append(chunk)
+            if chunk:
+                self._rest.append(chunk)
             self._size += len(chunk)
             return self.end() if self._size > LINE_MAX else b""
         whole = b"".join((*self._rest, chunk[: cut - 1]))

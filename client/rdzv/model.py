@@ -159,6 +159,7 @@ class Held:
     spawned: bool = False  # processes were ordered
     gone: bool = False  # and none is left, descendants included; or none was ever ordered and none will be
     ended: frozenset[int] = frozenset()  # local ranks whose own process is over
+    started_at: float | None = None  # when all were known to run
     stop_at: float | None = None  # when their stop was ordered
     failures: tuple[Failure, ...] = ()  # earliest first
     master_unreachable: bool = False

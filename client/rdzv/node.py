@@ -48,6 +48,8 @@ class Agent:
     hosted: str = ""  # the offer whose store serves the held round; empty: none
     offers: int = 0  # made so far
     trouble: StoreTrouble | None = None
+    instant: int = 0  # rounds in a row whose workers here failed as soon as they were started
+    pause_until: float = 0.0  # no offer before
     leaving: LeaveAsked | None = None
     over: Ended | Removed | None = None
     over_at: float = 0.0

@@ -12,10 +12,7 @@ _ROOT = "/"
 def oom_kills(root: str = _ROOT) -> tuple[int, ...]:
     """Return how often the OOM killer has struck: in the cgroup of this process, and on this host, as far as the kernel
     tells (a missing count is 0). Blocks. `root`: where /proc and /sys are found."""
-    counts = [_count(os.path.join(root, "proc/vmstat"))]
-    for path in _cgroup_files(root):
-        counts.append(_count(path))
-    return tuple(counts)
+    return tuple(_count(path) for path in (os.path.join(root, "proc/vmstat"), *_cgroup_files(root)))
 
 
 def moved(before: Sequence[int], after: Sequence[int]) -> bool:

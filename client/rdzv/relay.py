@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from rdzv.lines import Lines
 from rdzv.outlet import Outlet
@@ -38,6 +38,9 @@ PIPE_BYTES = 1 << 20  # what any user may ask for
 DRAIN_MAX = 4 << 20
 DRAIN_S = 5.0  # for a drain; it takes milliseconds, unless a file system hangs
 TAIL_BYTES = 16 << 10  # kept of each stream's end: the longest traceback that is passed on, and what is around it
+
+
+T = TypeVar("T")
 
 
 class Through:
@@ -191,20 +194,21 @@ class Relay:
     async def drain(self, streams: Iterable[Stream]) -> None:
         """Returns when all that was written to them so far has been taken in."""
         wanted = tuple(streams)
-        await self._ask(lambda: [stream.drain() for stream in wanted])
+        await self._ask(Stream.drain, wanted)
 
     async def finish(self, streams: Iterable[Stream]) -> None:
         """The same, and then their end, even if somebody still has them open."""
         wanted = tuple(streams)
-        await self._ask(lambda: [self._finish(stream) for stream in wanted])
+        await self._ask(self._finish, wanted)
 
     async def close(self) -> None:
         """End the thread. What it has not read is lost: `finish` the streams first."""
         if self._thread.is_alive():
-            await self._ask(self._stop)
+            await self._ask(Relay._stop, (self,))
         # The epoll and the eventfd stay open if the thread hangs: it would use their numbers.
 
-    async def _ask(self, call: Callable[[], object]) -> None:
+    async def _ask(self, do: Callable[[T], None], whom: Iterable[T]) -> None:
+        """Have the thread do something with each of them; returns when it is done."""
         if not self._thread.is_alive():
             return
         loop = asyncio.get_running_loop()
@@ -215,7 +219,8 @@ class Relay:
                 done.set_result(None)
 
         def run() -> None:
-            call()
+            for each in whom:
+                do(each)
             loop.call_soon_threadsafe(answer)
 
         self._call(run)

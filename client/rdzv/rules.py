@@ -96,6 +96,8 @@ def _take_seat(agent: Agent, now: float) -> Step:
 
 def _keep_offer(agent: Agent, now: float) -> Step:
     """Have exactly one offer, naming the latest round known to be over, whenever the node is free; otherwise none."""
+    if agent.pause_until and now >= agent.pause_until:
+        agent = replace(agent, pause_until=0.0)
     after, offer = _offerable(agent), agent.offer
     if offer is not None and offer.after == after:
         return agent, []
@@ -112,7 +114,7 @@ def _keep_offer(agent: Agent, now: float) -> Step:
 def _offerable(agent: Agent) -> str | None:
     """Return the round to name in an offer, or None if this node may not offer now."""
     held, place = agent.held, agent.place
-    if agent.doomed or not agent.idle:
+    if agent.doomed or not agent.idle or agent.pause_until:
         return None
     if place is None:
         return ""
@@ -163,6 +165,8 @@ def wakes_at(agent: Agent) -> float | None:
     if not agent.idle:
         return None
     instants = [agent.trouble.retry_at] if agent.trouble is not None and agent.offer is None else []
+    if agent.pause_until and not agent.doomed:
+        instants.append(agent.pause_until)
     if isinstance(agent.over, Ended):
         instants.append(agent.over_at + agent.lease_s)
     elif (alone := alone_until(agent)) is not None:

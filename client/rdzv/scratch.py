@@ -26,8 +26,9 @@ class Scratch:
             self._fd = _open(self.path)
             with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for left behind
                 fcntl.flock(self._fd, fcntl.LOCK_EX)
-            if os.fstat(self._fd).st_nlink:  # not removed before it was locked
-                return
+            with contextlib.suppress(OSError):  # removed before it was locked
+                if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                    return
             os.close(self._fd)
         raise OSError(f"cannot keep a directory in {os.path.dirname(self.path)}: somebody removes it")
 
@@ -40,7 +41,7 @@ class Scratch:
 
 
 def remove_stale(base: str | None = None) -> int:
-    """Remove what launchers of this user left behind that were killed. Returns how many directories that was. Blocks."""
+    """Remove what killed launchers of this user left behind. Returns how many directories that was. Blocks."""
     removed = 0
     with contextlib.suppress(OSError), os.scandir(base or tempfile.gettempdir()) as entries:
         for entry in entries:

@@ -1,7 +1,7 @@
 """The conversation with the daemon: one Join stream to one of several endpoints, kept for as long as the scope lasts.
 
     told standing ──→ writer ──→ stream ──→ reader ──→ on_place
-                        │ every heartbeat, and at once when something changed
+                        │ at once when something changed, and, once a place was heard, every heartbeat
                         └ whatever ends the stream, the next one says everything again
 
 The writer and the reader wait for nothing but the stream and the clock.
@@ -33,8 +33,13 @@ RETRY_MIN_S = 0.2
 RETRY_MAX_S = 1.0  # until a place says otherwise
 RETRY_GROWTHS_MAX = 20  # by then the delay is over ten minutes; a power without a bound overflows one day
 CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
-# From opening a stream to the first place. A daemon that 10,000 nodes storm at once takes 4 to 5 s.
+# From opening a stream to the first place. A daemon that 10,000 nodes storm at once takes 4 to 5 s, and is not helped
+# by nodes that give up and come again: each try is more patient than the last. Where there is another endpoint to try,
+# the first try is shorter, because a frozen daemon is to be left soon.
 FIRST_PLACE_S = 10.0
+FIRST_PLACE_OF_SEVERAL_S = 5.0
+FIRST_PLACE_MAX_S = 20.0
+FIRST_PLACE_SPREAD = 0.25  # and up to so much more, so that those who came together do not go together
 SILENT_SLACK_S = 0.2  # on top of two heartbeat intervals: scheduling of both ends
 LOOK_UP_S = 5.0  # the default timeout of a resolver's first try
 CLOSE_S = 1.0  # a half-open peer must not hang the end
@@ -96,7 +101,9 @@ class Session:
         self._on_place, self._on_away, self._on_refused = on_place, on_away, on_refused
         self._given_address = local_addr
         self._address = local_addr or ""
-        self._changed = asyncio.Event()
+        self._due = False  # the standing is to be sent without waiting for the heartbeat
+        self._wake = asyncio.Event()  # of the writer
+        self._tries = 0  # in a row that led to no place
         self._version = 0  # of the standing
         self._heartbeat_s = HEARTBEAT_S
         self._retry_given_s = retry_max_s  # outranks what the daemon says
@@ -117,12 +124,12 @@ class Session:
         self._standing = standing
         self._version += 1
         if at_once:
-            self._changed.set()
+            self._send_now()
 
     async def flush(self, within_s: float) -> bool:
         """Return whether the daemon has heard the latest standing, `within_s` at most from now. Without one: False."""
         wanted = self._version
-        self._changed.set()
+        self._send_now()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._progress:
                 await self._progress.wait_for(lambda: self._heard >= wanted or not self._open)
@@ -130,7 +137,6 @@ class Session:
 
     async def run(self) -> None:
         """Attend daemons until cancelled, or refused by one."""
-        failed = 0  # attempts in a row that led to no place
         errors: dict[Endpoint, str] = {}  # the last one of each endpoint
         turn = 0
         while True:
@@ -144,9 +150,9 @@ class Session:
             except (OSError, _Left) as error:
                 errors = {endpoint: str(error)} if self._attended else {**errors, endpoint: str(error)}
                 self._on_away("; ".join(f"{e}: {errors[e]}" for e in self._endpoints if e in errors))
-            failed = 0 if self._attended else failed + 1
+            self._tries = 0 if self._attended else self._tries + 1
             turn += 1
-            rounds = failed // len(self._endpoints)  # trying each endpoint once is not being impatient
+            rounds = self._tries // len(self._endpoints)  # trying each endpoint once is not being impatient
             delay_s = RETRY_MIN_S * 1.5 ** min(rounds, RETRY_GROWTHS_MAX)
             await asyncio.sleep(random.uniform(0.1, 1.0) * min(self._retry_max_s, delay_s))
 
@@ -190,13 +196,26 @@ class Session:
     async def _write(self, call: Any) -> None:
         try:
             while True:
-                self._changed.clear()
+                self._due = False
                 await call.write(self._message())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._heartbeat_s):
-                        await self._changed.wait()
+                await self._until_due()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             return  # the stream is over; the reader knows why
+
+    async def _until_due(self) -> None:
+        """Wait for something to say: a change or, once a place was heard on this stream, a heartbeat. A daemon that has
+        not found the time to answer is not asked again."""
+        while not self._due:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._heartbeat_s if self._attended else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    def _send_now(self) -> None:
+        self._due = True
+        self._wake.set()
 
     async def _read(self, call: Any, channel: Any) -> None:
         try:
@@ -214,18 +233,26 @@ class Session:
             done, _ = await asyncio.wait([reading], timeout=CONNECT_S)
             if not done and channel.get_state() is not grpc.ChannelConnectivity.READY:
                 raise _Left(f"no connection within {CONNECT_S:g} s")
-            return await _within(FIRST_PLACE_S - CONNECT_S, reading)
+            return await _within(self._patience_s() - CONNECT_S, reading)
         finally:
             reading.cancel()
 
+    def _patience_s(self) -> float:
+        several = len(self._endpoints) > 1
+        turns = min(self._tries // len(self._endpoints), RETRY_GROWTHS_MAX)
+        patience_s: float = (FIRST_PLACE_OF_SEVERAL_S if several else FIRST_PLACE_S) * 2.0**turns
+        return min(patience_s, FIRST_PLACE_MAX_S) * random.uniform(1.0, 1.0 + FIRST_PLACE_SPREAD)
+
     async def _hear(self, raw: bytes) -> None:
         message = pb.Place.FromString(raw)
-        self._attended = True
+        first, self._attended = not self._attended, True
         if message.heartbeat_ms:
             faster = message.heartbeat_ms / 1000 < self._heartbeat_s
             self._heartbeat_s = message.heartbeat_ms / 1000
-            if faster:
-                self._changed.set()  # the writer still waits as long as it was told before
+            if faster and not first:
+                self._send_now()  # the writer still waits as long as it was told before
+        if first:
+            self._wake.set()  # heartbeats begin
         if message.retry_max_ms and self._retry_given_s is None:
             self._retry_max_s = message.retry_max_ms / 1000
         version, seq = self._sent

@@ -3,10 +3,10 @@ until they are answered or out of time."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -28,7 +28,6 @@ NEWS_S = 5.0
 WAIT_MAX_S = 3600.0
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 1.0
-FORK_S = 5.0  # for calls that were broken off to end; it takes milliseconds
 CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
 REFUSAL_KEY = "refusal"  # trailing metadata of the daemon's refusals: the kind, where several share a code
 LAST_SAID_MAX = 1000  # characters of an error text: gRPC quotes whole addresses and paths in its own
@@ -67,86 +66,13 @@ class Declined(Exception):
         self.code, self.refusal, self.text = code, refusal, text
 
 
-class _SetAside(Exception):
-    """The process forks: nothing is wrong, and the call is to be made again."""
-
-
-class _Connections:
-    """One connection to each endpoint, as far as needed, and the calls on them.
-
-    gRPC in a forked child works only if no thread was within gRPC at the time of the fork. So calls are broken off
-    before a fork, and made again after it, on new connections, by parent and child alike.
-    """
-
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self._endpoints = endpoints
-        self._channels: list[grpc.Channel | None] = [None] * len(endpoints)
-        self._stubs: dict[tuple[int, str], Callable[..., Any]] = {}
-        self._gate = threading.Condition()
-        self._calls = 0  # being made, by all threads
-        self._forking = False
-
-    def call(self, at: int, method: str, request: Any, reply: type[Reply], timeout_s: float) -> Reply:
-        """Make one call at one endpoint. Raises grpc.RpcError and _SetAside."""
-        with self._gate:
-            while self._forking:
-                self._gate.wait()
-            stubs = self._stubs
-            stub = stubs.get((at, method)) or self._stub(at, method, request, reply)
-            self._calls += 1
-        try:
-            answer: Reply = stub(request, timeout=timeout_s)
-        except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed before the call began
-            if self._stubs is not stubs:
-                raise _SetAside from error
-            raise
-        finally:
-            with self._gate:
-                self._calls -= 1
-                self._gate.notify_all()
-        return answer
-
-    def before_fork(self) -> None:
-        """Break off all calls and hold back new ones. The lock stays held."""
-        self._gate.acquire()
-        self._forking = True
-        self._stubs = {}
-        for at, channel in enumerate(self._channels):
-            self._channels[at] = None
-            if channel is not None:
-                channel.close()
-        self._gate.wait_for(lambda: self._calls == 0, FORK_S)
-
-    def after_fork_in_parent(self) -> None:
-        self._forking = False
-        self._gate.notify_all()
-        self._gate.release()
-
-    def after_fork_in_child(self) -> None:
-        # The threads that used the old lock are not here.
-        self._gate, self._calls, self._forking = threading.Condition(), 0, False
-
-    def _stub(self, at: int, method: str, request: Any, reply: Any) -> Callable[..., Any]:
-        channel = self._channels[at]
-        if channel is None:
-            target = grpc_target(self._endpoints[at])
-            channel = self._channels[at] = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        stub: Callable[..., Any] = channel.unary_unary(
-            f"/{SERVICE}/{method}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply.FromString,
-        )
-        self._stubs[at, method] = stub
-        return stub
-
-
 class Caller:
     """Calls the leading one of several daemons."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self._endpoints = tuple(endpoints)
         self._at = 0  # index of the endpoint that answered last; a race between threads costs a try
-        self.connections = _Connections(self._endpoints)
+        self._connections = _Connections(self._endpoints)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self._endpoints))
@@ -169,11 +95,11 @@ class Caller:
                 attempt_s = min(max(left_s, ATTEMPT_MIN_S), ATTEMPT_S)
             at = self._at
             try:
-                return self.connections.call(at, method, request, reply, attempt_s)
-            except _SetAside:
-                continue
+                answer: Reply = self._connections.stub(at, method, request, reply)(request, timeout=attempt_s)
             except grpc.RpcError as error:
                 refusal, text = _read(error)
+            else:
+                return answer
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise NoAnswer(refusal, text)
@@ -190,27 +116,43 @@ class Caller:
             time.sleep(min(delay_s, left_s))
 
 
-_callers: dict[tuple[Endpoint, ...], Caller] = {}
+class _Connections:
+    """One connection to each endpoint, made when first needed, and made anew in a forked child.
+
+    A fork copies the channels and not the threads behind them. The child keeps its copies and never touches them: even to
+    close them can hang.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._pid = os.getpid()
+        self._channels: dict[int, grpc.Channel] = {}
+        self._stubs: dict[tuple[int, str], Callable[..., Any]] = {}
+        self._parents: list[object] = []
+
+    def stub(self, at: int, method: str, request: Any, reply: Any) -> Callable[..., Any]:
+        """Return what makes one call at one endpoint."""
+        if self._pid != os.getpid():
+            self._parents.append((self._channels, self._stubs))
+            self._channels, self._stubs, self._pid = {}, {}, os.getpid()
+        stub = self._stubs.get((at, method))
+        if stub is None:  # two threads may both come here: the dicts keep one channel, and either stub will do
+            if at not in self._channels:
+                target = grpc_target(self._endpoints[at])
+                self._channels.setdefault(at, grpc.insecure_channel(target, options=_CHANNEL_OPTIONS))
+            stub = self._channels[at].unary_unary(
+                f"/{SERVICE}/{method}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=reply.FromString,
+            )
+            self._stubs[at, method] = stub
+        return stub
 
 
+@functools.cache
 def caller(endpoints: tuple[Endpoint, ...]) -> Caller:
     """Return the one Caller of this process for these endpoints: all its stores share their connections."""
-    return _callers.get(endpoints) or _callers.setdefault(endpoints, Caller(endpoints))
-
-
-def _at_fork(when: Callable[[_Connections], None]) -> Callable[[], None]:
-    def at_fork() -> None:
-        for each in list(_callers.values()):
-            when(each.connections)
-
-    return at_fork
-
-
-os.register_at_fork(
-    before=_at_fork(_Connections.before_fork),
-    after_in_parent=_at_fork(_Connections.after_fork_in_parent),
-    after_in_child=_at_fork(_Connections.after_fork_in_child),
-)
+    return Caller(endpoints)
 
 
 def _read(error: Any) -> tuple[str, str]:

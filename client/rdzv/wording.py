@@ -76,6 +76,10 @@ def own_store_lost(seat: Assignment) -> str:
     return f"round {seat.round}: this node was to host the bootstrap store, but has lost it; saying so"
 
 
+def pausing(pause_s: float, times: int) -> str:
+    return f"waiting {pause_s:g} s before trying again: the workers failed within a second {times} times"
+
+
 def refused(text: str) -> str:
     return f"the daemon refused this node: {text}"
 

@@ -29,6 +29,9 @@ NAMES = {
 def describe_end(failure: Failure) -> str:
     """Return how a worker ended, as the end of a sentence about it: "failed with exit code 3"."""
     if not failure.signal:
-        return f"failed with exit code {failure.exit_code}"
+        why = ", which is not to be tried again" if failure.kind == "no-retry" else ""
+        return f"failed with exit code {failure.exit_code}{why}"
+    if failure.kind == "oom":
+        return "was killed for lack of memory (SIGKILL by the kernel's OOM killer)"
     name = NAMES.get(failure.signal)
     return f"died of signal {failure.signal}" + (f" ({name})" if name else "")

@@ -585,7 +585,9 @@ class Failure(google.protobuf.message.Message):
     victim_hint: builtins.bool
     """it looks like the victim of a peer's death (a broken collective)"""
     kind: builtins.str
-    """"" or a word of what else is known: "oom", "timeout", ..."""
+    """"" or a word of what else is known: "oom": killed by the kernel for lack of memory; "spawn": could not be started;
+    "no-retry": starting it again would not help, so that the job ends whatever its budget.
+    """
     def __init__(
         self,
         *,

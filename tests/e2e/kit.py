@@ -37,6 +37,7 @@ RDZVRUN = Path(sys.executable).with_name("rdzvrun")
 WORKERS = Path(__file__).with_name("workers")
 STAND_IN = (str(WORKERS / "stand_in.py"),)
 TOGETHER = (*STAND_IN, "--all-reduce")
+HASTY = (*STAND_IN, "--hasty")
 # Short, where the times themselves are not the point; all nodes of a job must agree on them.
 CONF = {"last_call_timeout": "1", "grow_timeout": "1"}
 STEPS = 5  # that many more, and training is believed to go on

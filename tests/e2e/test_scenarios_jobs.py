@@ -138,14 +138,15 @@ def _finishes_first(stage: Stage, name: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_node_that_has_finished_may_go_and_the_job_still_succeeds(stage: Stage, number: signal.Signals) -> None:
     stage.daemon()
-    nodes = {name: stage.launch(name, "1:2", conf={"last_call_timeout": "10"}) for name in ("a", "b")}
+    conf = {"last_call_timeout": "10", "grow": "now"}
+    nodes = {name: stage.launch(name, "1:3", conf=conf) for name in ("a", "b")}
     world = stage.world(2)
     _finishes_first(stage, "a")
     nodes["a"].send(number)
     nodes["a"].ends()
     stage.until(lambda: "a" not in [n.node_name for n in stage.job().nodes], "the daemon misses a")
-    more = stage.launch("c", "1:2", conf={"last_call_timeout": "10"})
-    more.says("waiting: ")  # nobody is let in any more: that would be for nothing
+    more = stage.launch("c", "1:3", conf=conf)
+    more.says("waiting: .* spare")  # nobody is let in any more: that would be for nothing
     mine = tuple(pid for pid, node in zip(world.pids, world.nodes, strict=True) if node == "b")
     stage.goes_on(World(world.round, world.restart, ("b",), mine))
     stage.order("finish")

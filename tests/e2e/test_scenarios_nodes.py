@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.kit import TOGETHER, Stage, World, free_port, frozen, until
+from tests.e2e.kit import HASTY, TOGETHER, Stage, World, free_port, frozen, until
 from tests.e2e.relay import relay
 
 
@@ -102,7 +102,12 @@ def test_active_nodes_keep_their_seats_when_a_worker_fails_though_spares_wait(st
     spares = [stage.launch(name, "2", restarts=1) for name in ("c", "d")]
     for spare in spares:
         spare.says("waiting: .* spare")
+    slow = before.nodes[0]
+    (holder,) = stage.alive(slow, "store_holder")
+    holder.suspend()  # so that it cannot offer, which the spares have done long since
     stage.order("rank-1", "exit 1")
+    stage.until(lambda: f"waiting for {slow} to be ready" in stage.job().explain, f"{slow} is waited for")
+    holder.resume()
     after = stage.world(2, after=before)
     assert (after.nodes, after.restart) == (before.nodes, 1)
     assert {e["node"] for e in stage.progress()} == {"a", "b"}
@@ -206,13 +211,16 @@ def test_a_launcher_told_to_end_leaves_and_the_others_go_on_without_it(stage: St
 
 def test_a_node_killed_in_a_collective_is_the_cause_and_costs_no_restart(stage: Stage) -> None:
     stage.daemon()
-    nodes = {name: stage.launch(name, "2", restarts=0, worker=TOGETHER) for name in ("a", "b")}
+    nodes = {name: stage.launch(name, "2", restarts=0, worker=HASTY) for name in ("a", "b")}
     before = stage.world(2)
     survivor, victim = (nodes[name] for name in before.nodes)
     victim.kill()
+    assert {e["node"] for e in stage.progress(event="fails")} == {survivor.name}
     survivor.says(rf"waiting: 1 of 2 nodes; .*; round 1 broke because node {victim.name} was lost")
-    assert "rank 0" not in survivor.says(r"^waiting: 1 of 2 nodes.*$")[0]
-    returned = stage.launch(victim.name, "2", restarts=0, worker=TOGETHER)
+    told = [line for line in survivor.lines() if line.startswith("round 1 is over")]
+    assert "rank 0" in told[0]  # all that was known at first
+    assert told[-1] == f"round 1 is over: node {victim.name} was lost: its connection broke"
+    returned = stage.launch(victim.name, "2", restarts=0, worker=HASTY)
     after = stage.world(2, after=before)
     assert (after.nodes, after.restart) == (before.nodes, 0)
     stage.order("finish")

@@ -14,6 +14,8 @@ from rendezvousd.core.tally import drop_node, place_node, restance, sooner, stan
 
 # The likeliest causes kept of one round. More cannot change the verdict; 10,000 nodes may all complain at once.
 EVIDENCE_MAX = 32
+# A failure of this kind would only happen again: the node says so, and the job ends whatever its budget.
+NO_RETRY = "no-retry"
 
 
 def blame(job: Job, cause: Cause, now: float) -> Job:
@@ -100,9 +102,14 @@ def _give_up(job: Job, node: Node, now: float) -> Job:
     return place_node(job, replace(node, overdue=True, member=False, stance=stance(job, node)), now)
 
 
-def _order(cause: Cause) -> tuple[bool, float]:
-    """Losses count from when the node fell silent, failures from when they happened; victims of others come last."""
-    return (cause.failure is not None and cause.failure.victim_hint, cause.at)
+def _order(cause: Cause) -> tuple[bool, bool, float]:
+    """Losses count from when the node fell silent, failures from when they happened; victims of others come last, and
+    what cannot be cured by trying again comes first."""
+    return (not _hopeless(cause), cause.failure is not None and cause.failure.victim_hint, cause.at)
+
+
+def _hopeless(cause: Cause) -> bool:
+    return cause.failure is not None and cause.failure.kind == NO_RETRY
 
 
 def _charge(job: Job, round_: Round, cause: Cause, now: float) -> Job:
@@ -110,7 +117,7 @@ def _charge(job: Job, round_: Round, cause: Cause, now: float) -> Job:
     known = job.known
     if known.charged_round_uid == round_.uid:
         return job
-    if known.restarts_used >= job.spec.max_restarts:
+    if known.restarts_used >= job.spec.max_restarts or _hopeless(cause):
         return end_failed(job, cause, now)
     known = replace(
         known, restarts_used=known.restarts_used + 1, charged_round=round_.number, charged_round_uid=round_.uid

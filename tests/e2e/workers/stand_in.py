@@ -2,6 +2,7 @@
 
     stand_in.py                 steps by itself; starts in milliseconds, and no worker needs another
     stand_in.py --all-reduce    each step is a collective of all ranks, with torch and gloo
+    stand_in.py --hasty         dies at once when a collective fails, as NCCL's watchdog has it
     stand_in.py --record        what goes wrong is also written where torch's `record` writes it
 
 It appends one line of JSON to $STAGE/progress.jsonl for each thing it does (start, step, end), and looks into
@@ -88,14 +89,20 @@ def train(reduce: Reduce) -> None:
     say("end")
 
 
-def train_together() -> None:
+def train_together(*, hasty: bool) -> None:
     """The same in a process group of all ranks."""
     import torch
     import torch.distributed as dist
 
     def greatest(numbers: list[int]) -> list[int]:
         tensor = torch.tensor(numbers)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        try:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        except RuntimeError:
+            say("fails")
+            if hasty:
+                os._exit(1)
+            raise
         return [int(number) for number in tensor]
 
     dist.init_process_group("gloo")
@@ -113,16 +120,17 @@ def recorded(body: Callable[[], Any]) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all-reduce", action="store_true")
+    parser.add_argument("--hasty", action="store_true")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
 
-    def alone() -> None:
-        train(lambda numbers: numbers)
+    def body() -> None:
+        if options.all_reduce or options.hasty:
+            train_together(hasty=options.hasty)
+        else:
+            train(lambda numbers: numbers)
 
-    body = train_together if options.all_reduce else alone
-    if options.record:
-        body = recorded(body)
-    body()
+    recorded(body)() if options.record else body()
 
 
 if __name__ == "__main__":
