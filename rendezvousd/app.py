@@ -16,16 +16,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError
-from rendezvousd.core.errors import NotLeader
 from rendezvousd.core.kv import KvLimits
 from rendezvousd.core.settings import Limits
-from rendezvousd.engine import Engine
+from rendezvousd.desk import Desk
 from rendezvousd.rpc.admin import Admin
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.server import Health, add_reflection, rendezvous_handler, server_options
 from rendezvousd.rpc.store import StoreService
+from rendezvousd.terms import Office, advertised, serve_terms
 
 log = logging.getLogger(__name__)
 
@@ -56,28 +55,28 @@ async def serve(config: Config) -> None:
 @contextlib.asynccontextmanager
 async def running(config: Config) -> AsyncIterator[list[Address]]:
     """Run a daemon in this scope; yields the addresses it listens on."""
-    engine = Engine(MemoryBackend(), config.timing, config.limits)
-    streams, health = RendezvousStreams(engine), Health()
-    store = StoreService(engine, _store_limits(config.limits))
-    engine.add_namespaces(store)
+    desk, health = Desk(), Health()
+    streams, store = RendezvousStreams(desk), StoreService(desk, _store_limits(config.limits))
     server = grpc.aio.server(options=server_options(config.limits))
-    server.add_generic_rpc_handlers((rendezvous_handler(streams, Admin(engine)), store.handler()))
+    server.add_generic_rpc_handlers((rendezvous_handler(streams, Admin(desk)), store.handler()))
     health.add_to(server)
     add_reflection(server)
     addresses = [_bind(server, address) for address in config.listen]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(engine.run()), group.create_task(_keep_collector_away())]
-        await server.start()
-        await health.set(serving=True)
-        try:
-            yield addresses
-        finally:
-            await health.set(serving=False)
-            for task in tasks:
-                task.cancel()  # a closing daemon judges nobody
-            store.close(NotLeader("the daemon is shutting down"))
-            await streams.close()
-            await server.stop(STOP_GRACE_S)
+    office = Office(desk, streams, store, health)
+    await server.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(serve_terms(config, office, advertised(config, addresses))),
+                group.create_task(_keep_collector_away()),
+            ]
+            try:
+                yield addresses
+            finally:
+                for task in tasks:
+                    task.cancel()  # a closing daemon judges nobody
+    finally:
+        await server.stop(STOP_GRACE_S)
 
 
 def _store_limits(limits: Limits) -> KvLimits:

@@ -1,41 +1,29 @@
-"""The daemon's configuration. Sources, weakest first: defaults, a TOML file, RENDEZVOUSD_* variables, flags.
-
-Every option stands once, in OPTIONS: its flag, its variable, its key in the file and its line of --help are made from
-that.
-"""
+"""The daemon's configuration. Sources, weakest first: defaults, a TOML file, RENDEZVOUSD_* variables, flags."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import ipaddress
 import os
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from rendezvousd.core.settings import Limits, Timing
-
-PREFIX = "RENDEZVOUSD_"
-DEFAULT_PORT = 29400  # the one that torchrun's users know
-CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-
-# What rdzvrun gives to its workers: a daemon may be started from there.
-WORKER_VARIABLES = frozenset(
-    PREFIX + name for name in ("ENDPOINT", "RUN_ID", "JOB_UID", "ROUND", "ROUND_UID", "STORE_GENERATION")
-)
-# What Kubernetes gives to every pod beside a Service whose name begins with "rendezvousd".
-_SERVICE_VARIABLE = re.compile(
-    PREFIX + r"([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
+from rendezvousd.options import (
+    CONFIG_VARIABLE,
+    OPTIONS,
+    PREFIX,
+    SERVICE_VARIABLE,
+    WORKER_VARIABLES,
+    Address,
+    Config,
+    EtcdOptions,
+    Option,
 )
 
-_SECONDS_MAX = (2**32 - 1) // 1000  # durations cross the wire as 32 bits of milliseconds
-# Below, the pauses of a busy interpreter look like lost heartbeats.
-_HEARTBEAT_MIN_S = 0.05
-_LEASE_INTERVALS_MIN = 2  # with one, a single late message is a lost node
-_COUNT_MAX = 2**31 - 1
+__all__ = ["OPTIONS", "Address", "Config", "ConfigError", "EtcdOptions", "load"]
 
 
 class ConfigError(Exception):
@@ -45,189 +33,6 @@ class ConfigError(Exception):
         # It quotes what was given, which may hold anything, also what ends a line or is no UTF-8.
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where to listen. IPv6 without brackets; port 0: any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    listen: tuple[Address, ...] = (Address("::", DEFAULT_PORT),)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-    backend: Literal["memory"] = "memory"
-    ready_fd: int | None = None  # the bound addresses are written there, one a line, once the daemon serves
-    timing: Timing = field(default_factory=Timing)
-    limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """`field` is the field of Config, of `Config.timing` or of `Config.limits` that it fills (`part` says which)."""
-
-    name: str
-    field: str
-    value: str  # the value's name, or unit, in the help
-    help: str
-    read: Callable[[str], Any]  # ValueError: what was expected
-    part: Literal["", "timing", "limits"] = ""
-    repeatable: bool = False
-    number: bool = False  # a number in TOML
-    in_file: bool = True
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name}"
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper().replace("-", "_")
-
-    @property
-    def default(self) -> Any:
-        return getattr({"": Config(), "timing": Timing(), "limits": Limits()}[self.part], self.field)
-
-
-# ------------------------------------------------------------------------------------------------ values
-
-
-def _address(text: str) -> Address:
-    found = re.fullmatch(r"(\[[^\]]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?", text)
-    if found is None:
-        raise ValueError(f"expected HOST:PORT, as [::]:{DEFAULT_PORT} or 0.0.0.0:0")
-    host, port = found[1], DEFAULT_PORT if found[2] is None else int(found[2])
-    if port > 65535:
-        raise ValueError("expected a port from 0 to 65535")
-    try:
-        if host.startswith("["):
-            host = host[1:-1]
-            ipaddress.IPv6Address(host)
-        elif host.rpartition(".")[2].isdigit():
-            ipaddress.IPv4Address(host)
-    except ValueError:
-        raise ValueError("expected an IPv4 address, an IPv6 address in brackets, or a host name") from None
-    return Address(host, port)
-
-
-def _choice(*choices: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"expected {', '.join(choices[:-1])} or {choices[-1]}")
-        return text
-
-    return read
-
-
-def _backend(text: str) -> str:
-    if text == "etcd":
-        raise ValueError("not available yet; expected memory")
-    if text != "memory":
-        raise ValueError("expected memory")
-    return text
-
-
-def _descriptor(text: str) -> int:
-    descriptor = _whole(0, _COUNT_MAX)(text)
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        raise ValueError("expected an open file descriptor") from None
-    return descriptor
-
-
-def _seconds(low: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not low <= value <= _SECONDS_MAX:
-            raise ValueError(f"expected seconds from {low:g} to {_SECONDS_MAX}")
-        return value
-
-    return read
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) <= 12 and low <= int(text) <= high):
-            raise ValueError(f"expected a whole number from {low} to {high}")
-        return int(text)
-
-    return read
-
-
-def _timing(name: str, field: str, help: str, low: float = 0.0) -> Option:  # noqa: A002
-    return Option(name, field, "SECONDS", help, _seconds(low), part="timing", number=True)
-
-
-def _times(name: str, field: str, help: str, low: int) -> Option:  # noqa: A002
-    return Option(name, field, "N", help, _whole(low, _COUNT_MAX), part="timing", number=True)
-
-
-def _limit(name: str, field: str, help: str, low: int, high: int, unit: str = "N") -> Option:  # noqa: A002
-    return Option(name, field, unit, help, _whole(low, high), part="limits", number=True)
-
-
-# ------------------------------------------------------------------------------------------------ the table
-
-_MIB = 1 << 20
-
-OPTIONS: tuple[Option, ...] = (
-    Option("listen", "listen", "HOST:PORT", "where to serve; may be repeated; port 0: a free one", _address, "", True),
-    Option(
-        "log-level", "log_level", "LEVEL", "debug, info, warning or error", _choice("debug", "info", "warning", "error")
-    ),
-    Option("log-format", "log_format", "FORMAT", "text or json", _choice("text", "json")),
-    Option("backend", "backend", "NAME", "where jobs are kept: memory", _backend),
-    Option(
-        "ready-fd",
-        "ready_fd",
-        "FD",
-        "file descriptor that gets the bound addresses, one a line, once the daemon serves",
-        _descriptor,
-        number=True,
-        in_file=False,
-    ),
-    _timing("heartbeat", "heartbeat_s", "how often a node speaks, unless nodes are very many", _HEARTBEAT_MIN_S),
-    _times("lease-intervals", "lease_intervals", "heartbeats after which a silent node is lost", _LEASE_INTERVALS_MIN),
-    _timing("grace", "grace_s", "for a node whose stream broke to return, and 5 round trips more"),
-    _timing("settle", "settle_s", "quiet time before a first round, once min nodes are there"),
-    _timing("settle-max", "settle_max_s", "... and its bound"),
-    _timing("grow-after", "grow_s", "quiet time before nodes that wait are let into a running job"),
-    _timing("grow-max", "grow_max_s", "... and its bound"),
-    _timing("join-timeout", "join_s", "below min nodes for so long: the job has failed", 1.0),
-    _timing("offer-timeout", "offer_s", "for a node that has stopped to be ready for the next round", 1.0),
-    _timing("recovery", "recovery_s", "after a restart, for nodes of a running round to come back, since the last did"),
-    _timing("recovery-max", "recovery_max_s", "... and its bound"),
-    _timing("ended-readable", "ended_s", "for which the outcome of a job can be read"),
-    _timing("calm-soon", "calm_soon_s", "a round that broke so soon after growing makes the next growth wait longer"),
-    _timing("calm-reset", "calm_reset_s", "without a break after which growth is trusted again"),
-    _timing("cooldown", "cooldown_s", "for which a node that cannot reach its peers sits out, doubled each time"),
-    _timing("cooldown-max", "cooldown_max_s", "... and its bound"),
-    _timing("short-round", "short_round_s", "a round that broke sooner is short"),
-    _times("short-rounds-max", "short_rounds_max", "short rounds in a row that fail a job", 1),
-    _limit("max-nodes-per-job", "nodes_per_job", "nodes of one job", 1, 1 << 20),
-    _limit("max-jobs", "jobs", "jobs at a time, ended ones that can be read included", 1, 1 << 20),
-    # gRPC carries a length of 32 bits; a single message of more than 64 MiB would stall everybody's heartbeats.
-    _limit("max-message-bytes", "message_bytes", "size of a message", 64 << 10, 64 * _MIB, "BYTES"),
-    _limit("max-error-text", "error_text_bytes", "text kept of a failure; what is longer is cut", 256, _MIB, "BYTES"),
-    _limit("max-failures-per-node", "failures_per_node", "failures kept of one node and round", 1, 1024),
-    _limit("max-tombstones", "tombstones", "lost and removed nodes that a job remembers", 1, 1 << 20),
-    _limit("max-run-id-bytes", "run_id_bytes", "length of a run id", 16, 1024, "BYTES"),
-    _limit("max-name-bytes", "name_bytes", "length of a node name, role, label or submission", 16, 1024, "BYTES"),
-    _limit("max-store-keys", "store_keys", "keys of one store namespace", 1, 1 << 24),
-    _limit("max-store-key-bytes", "store_key_bytes", "length of a store key", 16, 64 << 10, "BYTES"),
-    _limit("max-store-value-bytes", "store_value_bytes", "size of a store value", 1, 64 * _MIB, "BYTES"),
-    _limit("max-store-bytes", "store_bytes", "size of one store namespace", 1, _COUNT_MAX, "BYTES"),
-)
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 
@@ -247,11 +52,16 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     variables = _from_variables(environ)
     path = path or environ.get(CONFIG_VARIABLE, "")
     given = {**(_from_file(path) if path else {}), **variables, **flags}
-    values: dict[str, dict[str, Any]] = {"": {}, "timing": {}, "limits": {}}
+    values: dict[str, dict[str, Any]] = {"": {}, "timing": {}, "limits": {}, "etcd": {}}
     for name, found in given.items():
         option = _BY_NAME[name]
         values[option.part][option.field] = _read(option, found)
-    config = Config(**values[""], timing=Timing(**values["timing"]), limits=Limits(**values["limits"]))
+    config = Config(
+        **values[""],
+        timing=Timing(**values["timing"]),
+        limits=Limits(**values["limits"]),
+        etcd=EtcdOptions(**values["etcd"]),
+    )
     _check(config, given)
     return config
 
@@ -276,8 +86,15 @@ def _from_flags(argv: Sequence[str]) -> tuple[dict[str, _Given], str]:
         raise ConfigError(f"unknown option {name}{_near(name, [option.flag for option in OPTIONS])}")
     found = vars(parsed)
     path: str = found.pop("config", "")
-    given = {name: _Given(tuple(texts), _BY_NAME[name].flag) for name, texts in found.items()}
+    given = {name: _Given(tuple(_items(_BY_NAME[name], texts)), _BY_NAME[name].flag) for name, texts in found.items()}
     return given, path
+
+
+def _items(option: Option, texts: Sequence[str]) -> list[str]:
+    """Return the texts, those of a repeatable option also where they are separated by commas."""
+    if not option.repeatable:
+        return list(texts)
+    return [item.strip() for text in texts for item in text.split(",")]
 
 
 def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
@@ -288,12 +105,11 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, _Given]:
             continue
         option = names.get(variable)
         if option is None:
-            if _SERVICE_VARIABLE.fullmatch(variable):
+            if SERVICE_VARIABLE.fullmatch(variable):
                 continue
             raise ConfigError(f"unknown variable {variable}{_near(variable, [*names, CONFIG_VARIABLE])}")
         if text.strip():  # an empty one is how a container file leaves a variable out
-            texts = text.split(",") if option.repeatable else [text]
-            found[option.name] = _Given(tuple(item.strip() for item in texts), variable)
+            found[option.name] = _Given(tuple(_items(option, [text])), variable)
     return found
 
 
@@ -355,6 +171,7 @@ def _check(config: Config, given: Mapping[str, _Given]) -> None:
             raise ConfigError(
                 f"{_said(config, given, low)} is more than {_said(config, given, high)}: expected at most it"
             )
+    _check_etcd(config, given)
     limits = config.limits
     room = limits.message_bytes - _ENVELOPE_BYTES
     if limits.store_key_bytes + limits.store_value_bytes > room:
@@ -367,6 +184,22 @@ def _check(config: Config, given: Mapping[str, _Given]) -> None:
             f"{_said(config, given, 'max-failures-per-node')} and {_said(config, given, 'max-error-text')}: "
             f"such texts do not fit into a message ({_said(config, given, 'max-message-bytes')}): lower one of them"
         )
+
+
+def _check_etcd(config: Config, given: Mapping[str, _Given]) -> None:
+    etcd = config.etcd
+    if config.backend == "etcd" and not etcd.endpoints:
+        raise ConfigError("--backend=etcd needs to know where etcd is: give --etcd-endpoints=HOST:PORT,...")
+    if config.backend != "etcd" and etcd != EtcdOptions():
+        said = next(_said(config, given, name) for name in given if _BY_NAME[name].part == "etcd")
+        raise ConfigError(f"{said} means something only with --backend=etcd")
+    if bool(etcd.cert) != bool(etcd.key):
+        raise ConfigError("--etcd-cert and --etcd-key go together: give both or none")
+    if bool(etcd.user) != bool(etcd.password_file):
+        raise ConfigError("--etcd-user and --etcd-password-file go together: give both or none")
+    for name, path in (("ca", etcd.ca), ("cert", etcd.cert), ("key", etcd.key), ("password-file", etcd.password_file)):
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(f"--etcd-{name}={path}: no such file, or it cannot be read")
 
 
 def _value(config: Config, name: str) -> Any:
@@ -414,9 +247,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with any of these options; also {CONFIG_VARIABLE}")
-    titles = {"": parser, "timing": parser.add_argument_group("timing"), "limits": parser.add_argument_group("limits")}
+    titles = {
+        "": parser,
+        "timing": parser.add_argument_group("timing"),
+        "limits": parser.add_argument_group("limits"),
+        "etcd": parser.add_argument_group("etcd"),
+    }
     for option in OPTIONS:
-        default = "" if option.default is None else f" (default {_shown(option.default)})"
+        default = "" if option.default in (None, "", ()) else f" (default {_shown(option.default)})"
         help_text = f"{option.help}{default}"
         titles[option.part].add_argument(
             option.flag, dest=option.name, metavar=option.value, action="append", help=help_text

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -77,6 +78,24 @@ class Room:
         return text
 
 
+class _Absent:
+    """The stream of a node that has not come back yet."""
+
+    stream_no = -1
+
+    def notify(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def refuse(self, text: str) -> None:
+        pass
+
+
+ABSENT = _Absent()
+
+
 @dataclass(slots=True)
 class Letter:
     event: Event
@@ -87,10 +106,21 @@ class Letter:
 class Engine:
     """Owns all jobs. `run` is its whole life; everything else may be called from any task of its loop."""
 
-    def __init__(self, backend: Backend, timing: Timing, limits: Limits) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        timing: Timing,
+        limits: Limits,
+        *,
+        daemon_id: str = "",
+        check_lead: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`daemon_id` is what daemons that share a backend have in common; `check_lead` raises NotLeader when another
+        daemon may lead: it is asked after reading what a node says and before answering it."""
         self.clock = Clock(asyncio.get_running_loop().time)
         self.term = secrets.token_hex(8)
-        self.daemon_id = self.term  # on memory, a term of service is a daemon
+        self.daemon_id = daemon_id or self.term  # on memory, a term of service is a daemon
+        self.check_lead = check_lead
         self.limits = limits
         self.timing = timing
         self.table = Table(timing)
@@ -102,6 +132,17 @@ class Engine:
         self._serving: set[str] = set()  # jobs with a fold or a write under way; what comes in for them waits
         self._revision = 0
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
+
+    def take_over(self, job: Job, stored: int) -> None:
+        """Attend a job that a daemon before this one stored at this revision; before `run`.
+
+        Its nodes are believed until they could have found this daemon and been heard.
+        """
+        self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=wakes_at(job))
+        now, believed = self.clock.now(), pace(job.spec.timing, len(job.nodes))
+        patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
+        for uid in job.nodes:
+            self.table.attend(job.run_id, uid, ABSENT, now, patience)
 
     # ------------------------------------------------------------------------------------------ what streams call
 
@@ -168,9 +209,14 @@ class Engine:
 
     async def run(self) -> None:
         """Serve until cancelled. Raises NotLeader when another daemon has taken over."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._fold_for_ever())
-            group.create_task(self._tick_for_ever())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._fold_for_ever())
+                group.create_task(self._tick_for_ever())
+        finally:
+            for room in self.rooms.values():
+                for watcher in room.watchers:
+                    watcher.set()
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -227,6 +227,7 @@ class Cable:
         self.port = 0
         self.mute = False  # answers are lost
         self.saw: Callable[[bytes], None] = lambda answer: None  # called with what comes from the member
+        self.loses: Callable[[bytes], bool] = lambda answer: False  # such an answer never arrives: all is cut instead
 
     async def __aenter__(self) -> Cable:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
@@ -266,9 +267,12 @@ class Cable:
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answers: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(65536):
+                if answers and self.mute:
+                    continue
+                if answers and self.loses(data):
+                    self.cut()
+                    return
                 if answers:
-                    if self.mute:
-                        continue
                     self.saw(data)
                 sink.write(data)
                 await sink.drain()

@@ -47,6 +47,7 @@ class Evidence:
     at: float
     kind: CauseKind
     uid: NodeUid
+    hopeless: bool = False
 
 
 @dataclass
@@ -197,7 +198,8 @@ class Ledger:
             if failure.rank not in told:
                 told.add(failure.rank)
                 at = now - failure.age_s
-                self._evidence(before, Evidence(failure.victim_hint, at, CauseKind.WORKER_FAILED, event.uid))
+                hopeless = failure.kind == "no-retry"
+                self._evidence(before, Evidence(failure.victim_hint, at, CauseKind.WORKER_FAILED, event.uid, hopeless))
         if event.held.phase is Phase.FAILED and not event.held.failures and "failed" not in told:
             told.add("failed")
             self._evidence(before, Evidence(False, now, CauseKind.WORKER_FAILED, event.uid))
@@ -338,12 +340,12 @@ class Ledger:
             assert not charged
             return
         self._verdict_is_complete(before, book, now)
-        first = min(book.evidence, key=lambda e: (e.victim, e.at))
+        first = min(book.evidence, key=lambda e: (not e.hopeless, e.victim, e.at))
         if after.round is not None and not sealed:  # else the next round hides it
             assert after.round.cause is not None
             assert (after.round.cause.kind, after.round.cause.uid) == (first.kind, first.uid), "blamed the wrong one"
         fault = first.kind is CauseKind.WORKER_FAILED
-        if fault and before.known.restarts_used == after.spec.max_restarts:
+        if fault and (first.hopeless or before.known.restarts_used == after.spec.max_restarts):
             assert after.ending is not None
             assert after.ending.outcome is Outcome.FAILED
             fault = False

@@ -414,7 +414,7 @@ class Stage:
 
     def behave(self, player: Player, *, speak: bool = True) -> None:
         player.mail.clear()
-        if self.job_or_none is not None:
+        if self.job_or_none is not None and player.uid in self.heard_at:
             self.tell(player)
         if player.held is not None and player.held.phase is Phase.STARTING and player.valid:
             player.start()

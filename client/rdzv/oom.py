@@ -25,7 +25,10 @@ def _cgroup_files(root: str) -> list[str]:
     be that of the host, and the mount the container's own: then the top of the mount is the cgroup."""
     files = []
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        _, colon, rest = line.partition(":")
+        controllers, second_colon, path = rest.partition(":")
+        if not colon or not second_colon:
+            continue
         if not controllers:
             mount, name = "sys/fs/cgroup", "memory.events"
         elif "memory" in controllers.split(","):

@@ -115,7 +115,8 @@ class Store(torch.distributed.Store, metaclass=_OneOfEach):  # type: ignore[misc
     commas), `run_id`, `job_uid`, `round_uid` and `generation`.
 
     Equal options give the same object, so `set_timeout` holds for all who made it so. A few fixed prefixes are meant;
-    for more there is torch.distributed.PrefixStore. Safe for threads; a forked child opens connections of its own.
+    for more there is torch.distributed.PrefixStore. Safe for threads. A forked child opens connections of its own; it
+    should not use a store that another thread of its parent was waiting in while it was forked (a limit of gRPC's).
 
     Every call raises torch.distributed.DistStoreError when it is out of time, also when that is for lack of a daemon:
     until then it goes on trying. It raises RoundOverError, StoreLostError, or StoreError for whatever else the daemon

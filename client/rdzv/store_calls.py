@@ -119,8 +119,9 @@ class Caller:
 class _Connections:
     """One connection to each endpoint, made when first needed, and made anew in a forked child.
 
-    A fork copies the channels and not the threads behind them. The child keeps its copies and never touches them: even to
-    close them can hang.
+    A fork copies the channels and not the threads behind them. The child keeps its copies and never touches them: even
+    to close them can hang. What cannot be helped here: gRPC leaves a child in disorder if another thread was within a
+    call at the very moment of the fork.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:

@@ -57,6 +57,7 @@ _BY_TEXT: tuple[tuple[str, type[EtcdError], Trouble], ...] = (
     ("leader changed", EtcdUnknown, Trouble.CHANGING_LEADER),
     ("previous leader failure", EtcdUnknown, Trouble.CHANGING_LEADER),
     ("database space exceeded", EtcdRefused, Trouble.OUT_OF_SPACE),
+    ("message larger than max", EtcdRefused, Trouble.MISUSED),
     ("too many requests", EtcdRefused, Trouble.SLOW),
     ("request timed out", EtcdUnknown, Trouble.SLOW),
     ("invalid user ID or password", EtcdRefused, Trouble.PASSWORD),
@@ -68,7 +69,7 @@ _BY_TEXT: tuple[tuple[str, type[EtcdError], Trouble], ...] = (
 _BY_CODE: dict[grpc.StatusCode, tuple[type[EtcdError], Trouble]] = {
     grpc.StatusCode.UNAVAILABLE: (EtcdUnknown, Trouble.UNREACHABLE),
     grpc.StatusCode.DEADLINE_EXCEEDED: (EtcdUnknown, Trouble.SLOW),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (EtcdRefused, Trouble.OUT_OF_SPACE),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (EtcdRefused, Trouble.SLOW),
     grpc.StatusCode.UNAUTHENTICATED: (EtcdRefused, Trouble.PASSWORD),
     grpc.StatusCode.PERMISSION_DENIED: (EtcdRefused, Trouble.DENIED),
     grpc.StatusCode.INVALID_ARGUMENT: (EtcdRefused, Trouble.MISUSED),

@@ -73,6 +73,8 @@ class Health:
 
     def failed(self, target: str, path: str, failure: EtcdError) -> EtcdError:
         """Take in that a call failed, and return the failure."""
+        if failure.trouble is Trouble.MISUSED:
+            return failure  # the trouble is the caller's
         report = self._current()
         known = report is not None and report.trouble in _UNCLEAR and failure.trouble in _UNCLEAR
         if known and report is not None:  # a look has said better what it is, or will
@@ -143,5 +145,5 @@ def _past(trouble: Trouble) -> str:
         Trouble.PASSWORD: "refused the password",
         Trouble.DENIED: "denied permission",
         Trouble.BROKEN: "failed",
-        Trouble.MISUSED: "did not accept a request",
+        Trouble.MISUSED: "did not accept the request",
     }[trouble]

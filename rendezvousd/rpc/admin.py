@@ -11,7 +11,7 @@ import grpc
 from rendezvousd.core.errors import BadRequest, LimitExceeded, NoSuchNode, NotRunning
 from rendezvousd.core.events import CloseAsked, NodeRemoved, RestartAsked
 from rendezvousd.core.model import Job, NodeUid
-from rendezvousd.engine import Engine
+from rendezvousd.desk import Desk
 from rendezvousd.rpc.status import refusals
 from rendezvousd.rpc.views import job_view
 from rendezvousd.v1 import rendezvous_pb2 as pb
@@ -27,49 +27,55 @@ WATCH_WINDOW_S = 0.1
 class Admin:
     """The unary calls of the Rendezvous service, and WatchJob."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         async with refusals(context):
-            job = self._engine.room(request.run_id).job
+            engine = self._desk.engine
+            job = engine.room(request.run_id).job
             uids = _chosen(job, request)
             for uid in uids:
-                await self._engine.tell(request.run_id, NodeRemoved(uid=uid, by=context.peer(), reason=request.reason))
+                await engine.tell(request.run_id, NodeRemoved(uid=uid, by=context.peer(), reason=request.reason))
             return pb.LeaveReply(removed=len(uids))
 
     async def restart(self, request: pb.RestartRequest, context: Context) -> pb.RestartReply:
         async with refusals(context):
-            if self._engine.room(request.run_id).job.running is None:
+            engine = self._desk.engine
+            if engine.room(request.run_id).job.running is None:
                 raise NotRunning(f"job {request.run_id!r} has no running round to restart")
-            await self._engine.tell(request.run_id, RestartAsked(by=context.peer(), reason=request.reason))
+            await engine.tell(request.run_id, RestartAsked(by=context.peer(), reason=request.reason))
             return pb.RestartReply()
 
     async def close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
         async with refusals(context):
             event = CloseAsked(by=context.peer(), reason=request.reason, success=request.success)
-            await self._engine.tell(request.run_id, event)
+            await self._desk.engine.tell(request.run_id, event)
             return pb.CloseReply()
 
     async def get_job(self, request: pb.GetJobRequest, context: Context) -> pb.JobView:
         async with refusals(context):
-            return job_view(self._engine, self._engine.room(request.run_id), nodes=True)
+            engine = self._desk.engine
+            return job_view(engine, engine.room(request.run_id), nodes=True)
 
     async def list_jobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
-        rooms = [self._engine.rooms[run_id] for run_id in sorted(self._engine.rooms)]
-        return pb.ListJobsReply(jobs=[job_view(self._engine, room, nodes=False) for room in rooms])
+        async with refusals(context):
+            engine = self._desk.engine
+            rooms = [engine.rooms[run_id] for run_id in sorted(engine.rooms)]
+            return pb.ListJobsReply(jobs=[job_view(engine, room, nodes=False) for room in rooms])
 
     async def watch_job(self, request: pb.GetJobRequest, context: Context) -> AsyncIterator[pb.JobView]:
         async with refusals(context):
-            room = self._engine.room(request.run_id)
+            engine = self._desk.engine
+            room = engine.room(request.run_id)
             if len(room.watchers) >= WATCHERS_MAX:
                 raise LimitExceeded(f"job {request.run_id!r} has {WATCHERS_MAX} watchers, the most it may have")
             changed = asyncio.Event()
             room.watchers.add(changed)
             try:
-                while self._engine.rooms.get(request.run_id) is room:
+                while self._desk.engine.rooms.get(request.run_id) is room:
                     changed.clear()
-                    yield job_view(self._engine, room, nodes=True)
+                    yield job_view(engine, room, nodes=True)
                     await changed.wait()
                     await asyncio.sleep(WATCH_WINDOW_S)
             finally:

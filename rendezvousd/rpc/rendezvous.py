@@ -14,11 +14,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from rendezvousd.attendance import Attendance
-from rendezvousd.core.errors import BadRequest
+from rendezvousd.core.errors import BadRequest, NotLeader
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
+from rendezvousd.desk import Desk
 from rendezvousd.engine import Engine, Room
 from rendezvousd.rpc.convert import cause_pb, known_pb, node_heard, status_pb
+from rendezvousd.rpc.status import refusals
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -38,12 +40,16 @@ class Renderer:
     """What nodes are told, as bytes; what is the same for many is made once."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = self._engine = engine
         self._common: dict[str, tuple[Job, int, float, bytes]] = {}
         self._own: dict[tuple[str, NodeUid], tuple[object, bytes]] = {}
 
     def place(self, run_id: str, uid: NodeUid, seq: bytes) -> bytes:
-        """Return the Place of a node; `seq` (8 bytes) is what is acknowledged. Empty if the job is not there (yet)."""
+        """Return the Place of a node; `seq` (8 bytes) is what is acknowledged. Empty if the job is not there (yet).
+
+        Raises NotLeader if another daemon may lead: then nothing may be said any more.
+        """
+        self._engine.check_lead()
         room = self._engine.rooms.get(run_id)
         if room is None:
             return b""
@@ -189,10 +195,13 @@ class JoinStream:
     async def _write(self) -> None:
         while self._wanted:
             self._wanted = False
-            if self._refused:
-                data = self._renderer.refusal(self._refused, self._seq)
-            else:
-                data = self._renderer.place(self.run_id, self.uid, self._seq)
+            try:
+                if self._refused:
+                    data = self._renderer.refusal(self._refused, self._seq)
+                else:
+                    data = self._renderer.place(self.run_id, self.uid, self._seq)
+            except NotLeader:
+                return  # all streams are about to be ended with the reason
             if data:
                 # a stream that is gone is its reader's news, not the writer's
                 with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
@@ -202,38 +211,43 @@ class JoinStream:
 class RendezvousStreams:
     """All open Join streams."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._renderer = Renderer(engine)
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._renderer: Renderer | None = None
         self._open: set[asyncio.Task[Any]] = set()
-        self._closing = False
+        self._ending = ""  # why streams are being ended from this side
 
     def __len__(self) -> int:
         return len(self._open)
 
     async def join(self, _: object, context: Context) -> None:
         """Serve one Join stream (raw bytes)."""
+        async with refusals(context):
+            engine = self._desk.engine
+        if self._renderer is None or self._renderer.engine is not engine:
+            self._renderer = Renderer(engine)
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
-        stream = JoinStream(self._engine, self._renderer, context)
+        stream = JoinStream(engine, self._renderer, context)
         try:
             await stream.serve()
         except BadRequest as refusal:
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
         except asyncio.CancelledError:
-            if not self._closing:
+            if not self._ending:
                 raise
-            await stream.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is shutting down")
+            await stream.abort(grpc.StatusCode.UNAVAILABLE, self._ending)
         finally:
             stream.end()
             self._open.discard(task)
 
-    async def close(self) -> None:
-        """End all streams, telling each node that the daemon goes. Judges nobody."""
-        self._closing = True
+    async def end_all(self, why: str) -> None:
+        """End all streams, telling each node why. Judges nobody."""
+        self._ending = why
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
+        self._ending = ""

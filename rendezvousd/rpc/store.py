@@ -41,16 +41,21 @@ class StoreCounts(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Space:
+class Space:
     """One namespace and who waits in it."""
 
     kv: Namespace
     changed: Waiters = field(default_factory=Waiters)  # for a key to be there, or to change
     pushed: Waiters = field(default_factory=Waiters)  # for an item of a queue
+    retried: Waiters = field(default_factory=Waiters)  # by op id: for the first try of the same pop
+    popping: set[str] = field(default_factory=set)  # op ids of the pops that wait for an item
 
     def end(self, why: Refusal) -> None:
-        self.changed.end(why)
-        self.pushed.end(why)
+        for waiters in (self.changed, self.pushed, self.retried):
+            waiters.end(why)
+
+    def waiters(self) -> int:
+        return len(self.changed) + len(self.pushed) + len(self.retried)
 
 
 class StoreService:
@@ -59,8 +64,7 @@ class StoreService:
     def __init__(self, scopes: Scopes, limits: KvLimits = DEFAULT_LIMITS) -> None:
         self._scopes = scopes
         self._limits = limits
-        self._spaces: dict[tuple[str, str], _Space] = {}  # by job uid and round uid, empty for the job's own
-        self._closed: Refusal | None = None
+        self._spaces: dict[tuple[str, str], Space] = {}  # by job uid and round uid, empty for the job's own
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service as a gRPC server takes it."""
@@ -101,9 +105,8 @@ class StoreService:
         """Drop a job's namespaces, those of its rounds included; all who wait in them are told."""
         self._end((name for name in self._spaces if name[0] == job_uid), _JOB_OVER)
 
-    def close(self, why: Refusal) -> None:
-        """Drop everything, and refuse every call, waiting or to come: this daemon no longer attends any job."""
-        self._closed = why
+    def drop_all(self, why: Refusal) -> None:
+        """Drop everything, and refuse every call that waits: this daemon no longer attends any job."""
         self._end(self._spaces, why)
 
     def counts(self) -> StoreCounts:
@@ -112,22 +115,20 @@ class StoreService:
             namespaces=len(spaces),
             keys=sum(space.kv.num_keys() for space in spaces),
             bytes_held=sum(space.kv.bytes_held for space in spaces),
-            waiters=sum(len(space.changed) + len(space.pushed) for space in spaces),
+            waiters=sum(space.waiters() for space in spaces),
         )
 
     def _end(self, names: Iterable[tuple[str, str]], why: Refusal) -> None:
         for name in list(names):
             self._spaces.pop(name).end(why)
 
-    def _space(self, scope: pb.Scope) -> _Space:
+    def _space(self, scope: pb.Scope) -> Space:
         """Return the namespace of a scope that exists. Raises a Refusal for others, so that a late call makes none."""
-        if self._closed is not None:
-            raise type(self._closed)(*self._closed.args)
         self._scopes.check(scope.run_id, scope.job_uid, scope.round_uid, scope.generation)
         name = (scope.job_uid, scope.round_uid)
         space = self._spaces.get(name)
         if space is None:
-            space = self._spaces[name] = _Space(Namespace(self._limits))
+            space = self._spaces[name] = Space(Namespace(self._limits))
         return space
 
     # ---------------------------------------------------------------------------------------------------- the calls
@@ -218,7 +219,7 @@ class StoreService:
             if value is None and not request.block:
                 raise QueueEmpty(f"the queue {shown(request.key)} is empty")
             if value is None:
-                value = await _pop(space, request.key, request.op_id, request.timeout_ms)
+                value = await pop_item(space, request.key, request.op_id, request.timeout_ms)
         return pb.QueuePopReply(value=value)
 
     async def QueueLen(self, request: pb.QueueLenRequest, context: Context) -> pb.QueueLenReply:
@@ -239,13 +240,13 @@ class StoreService:
                 await context.write(pb.WatchReply(present=version != 0, value=space.kv.get(key) or b""))
 
 
-async def _values(space: _Space, keys: Sequence[str], timeout_ms: int) -> list[bytes]:
+async def _values(space: Space, keys: Sequence[str], timeout_ms: int) -> list[bytes]:
     """Return the values of all keys, as soon as each has one. Raises WaitTimedOut, and what ends the namespace."""
     await _all_there(space, keys, space.kv.version, timeout_ms)
     return space.kv.multi_get(keys)
 
 
-async def _all_there(space: _Space, keys: Sequence[str], there: Callable[[str], object], timeout_ms: int) -> None:
+async def _all_there(space: Space, keys: Sequence[str], there: Callable[[str], object], timeout_ms: int) -> None:
     """Return when all keys are there at the same time. Raises WaitTimedOut, and what ends the namespace."""
     if all(map(there, keys)):
         return
@@ -262,20 +263,34 @@ async def _all_there(space: _Space, keys: Sequence[str], there: Callable[[str], 
             raise WaitTimedOut(_not_there(missing, len(keys), timeout_ms)) from None
 
 
-async def _pop(space: _Space, key: str, op_id: str, timeout_ms: int) -> bytes:
+async def pop_item(space: Space, key: str, op_id: str, timeout_ms: int) -> bytes:
     """Return the next item of an empty queue. Raises WaitTimedOut, and what ends the namespace."""
     try:
         async with asyncio.timeout(timeout_ms / 1000):
             while (value := space.kv.queue_pop(key, op_id)) is None:
-                await space.pushed.wait(key, op_id)
+                await _next_item(space, key, op_id)
     except TimeoutError:
         raise WaitTimedOut(f"the queue {shown(key)} stayed empty for {timeout_ms} ms") from None
     finally:
         if space.kv.queue_len(key):  # whoever was woken and left without an item, or leaves some, wakes the next
             space.pushed.wake_first(key)
-    if op_id:  # a retry of this call may have come meanwhile, and must return the same
-        space.pushed.wake_tagged(key, op_id)
     return value
+
+
+async def _next_item(space: Space, key: str, op_id: str) -> None:
+    """Return when the queue may have an item for this call. Raises what ends the namespace."""
+    if op_id in space.popping:
+        # A retry, and the daemon has not noticed that the first try's caller is gone. Whatever that one takes, which is
+        # then remembered, is for both.
+        await space.retried.wait(op_id)
+        return
+    if op_id:
+        space.popping.add(op_id)
+    try:
+        await space.pushed.wait(key)
+    finally:
+        space.popping.discard(op_id)
+        space.retried.wake(op_id)
 
 
 def _not_there(missing: Sequence[str], asked: int, timeout_ms: int) -> str:

@@ -68,8 +68,8 @@ class Launcher:
         return self.log.read_text(errors="replace")
 
     def lines(self) -> list[str]:
-        """What the launcher itself has said, without its prefix."""
-        return re.findall(r"^\[[^]\n]+\] (.*)$", self.text(), re.MULTILINE)
+        """What the launcher itself has said, without its prefix. (That of a worker has a colon in it.)"""
+        return re.findall(r"^\[[^]:\n]+\] (.*)$", self.text(), re.MULTILINE)
 
     def said(self, pattern: str) -> re.Match[str] | None:
         """The first place in its lines where the pattern is found."""

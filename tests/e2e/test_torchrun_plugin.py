@@ -233,13 +233,15 @@ def test_a_surplus_node_waits_and_ends_with_the_job(stage: Stage) -> None:
 
 
 def test_the_daemon_may_be_restarted(stage: Stage) -> None:
+    """One without memory learns of the round from its nodes, and no worker notices."""
     served = stage.daemon()
     nodes = [torchrun(stage, name, "2", endpoint=f"127.0.0.1:1,{served.endpoint}") for name in "ab"]
-    stage.world(2)
+    world = stage.world(2)
     served.process.kill()
     served.process.wait()
     stage.daemon(listen=served.endpoint)
     stage.until(lambda: running(stage, 2), "the new daemon has the job")
+    stage.goes_on(world)
     finish(stage, *nodes)
 
 

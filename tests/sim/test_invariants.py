@@ -88,12 +88,16 @@ class AnyHistory(RuleBasedStateMachine):
         while player.outbox and not player.refused:
             self.stage.deliver(player.outbox.pop(0))
 
-    @somebody(lambda p: not p.cut)
+    def listening(self) -> list[Player]:
+        """Who may be told something: whoever spoke and is not cut off."""
+        if self.stage.job_or_none is None:
+            return []
+        return self.some(lambda p: not p.cut and p.uid in self.stage.heard_at)
+
+    @precondition(lambda self: bool(self.listening()))
     @rule(who=WHO, late=LATE)
     def is_told(self, who: int, late: bool) -> None:
-        player = pick(self.some(lambda p: not p.cut), who)
-        if self.stage.job_or_none is None:
-            return
+        player = pick(self.listening(), who)
         player.mail.append(self.stage.told(player))
         while player.mail and not late and not player.exited:
             player.obey(player.mail.pop(0))

@@ -29,7 +29,7 @@ class AnyTakeover(AnyHistory):
         self.record, whole = dump(job, self.record), dump(job)
         assert (self.record.head, self.record.parts) == (whole.head, whole.parts)
 
-    @precondition(lambda self: self.there_is_a_job())
+    @precondition(lambda self: self.stage.job_or_none is not None)
     @rule()
     def another_leads(self) -> None:
         stage = self.stage

@@ -56,6 +56,7 @@ class Node:
 
     def __init__(self, slots: int = 2) -> None:
         self.slots = slots
+        self.max_restarts = 3
         self.now = 100.0
         self.revision = 0
         config = Config(node_uid="n", endpoints="head:29400", stop_grace_s=30, join_timeout_s=600)
@@ -83,7 +84,8 @@ class Node:
         seat = Assignment(
             round=number, round_uid=f"r{number}", group_rank=group_rank, group_size=2,
             first_rank=group_rank * self.slots, slots=self.slots, world_size=2 * self.slots, role_first_rank=0,
-            role_world_size=4, restart_count=1, max_restarts=3, master_addr="10.0.0.1", master_port=4000,
+            role_world_size=4, restart_count=1, max_restarts=self.max_restarts,
+            master_addr="10.0.0.1", master_port=4000,
             master_offer_id=offer.offer_id if master and offer is not None else "of somebody else",
         )  # fmt: skip
         return self.place(seat, valid=f"r{number}", known=number, term=term)

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rendezvousd import config, logs
-from rendezvousd.config import OPTIONS, Address, Config, ConfigError, load
+from rendezvousd.config import OPTIONS, Address, Config, ConfigError, EtcdOptions, load
 from rendezvousd.core.settings import Limits, Timing
 
 REFERENCE = Path(__file__).parents[2] / "deploy" / "rendezvousd.toml"
@@ -41,7 +42,8 @@ def test_nothing_given_means_the_defaults() -> None:
 
 def test_every_setting_has_exactly_one_option() -> None:
     settings = {("timing", field.name) for field in fields(Timing)} | {("limits", f.name) for f in fields(Limits)}
-    own = {("", f.name) for f in fields(Config)} - {("", "timing"), ("", "limits")}
+    settings |= {("etcd", field.name) for field in fields(EtcdOptions)}
+    own = {("", f.name) for f in fields(Config)} - {("", "timing"), ("", "limits"), ("", "etcd")}
     options = [(option.part, option.field) for option in OPTIONS]
     assert sorted(options) == sorted(settings | own)
 
@@ -49,7 +51,8 @@ def test_every_setting_has_exactly_one_option() -> None:
 def test_the_reference_file_is_the_defaults_and_complete() -> None:
     assert load(["--config", str(REFERENCE)], {}) == Config()
     lines = REFERENCE.read_text().splitlines()
-    keys = [line.partition("=")[0].strip() for line in lines if line and not line.startswith("#")]
+    # one whose default is to be absent is there as an example: "#name = value"
+    keys = [found[1] for line in lines if (found := re.match(r"#?([a-z-]+) = ", line))]
     assert keys == [option.name for option in OPTIONS if option.in_file]
 
 
@@ -118,8 +121,22 @@ def test_a_bad_value_is_named(flag: str, value: str) -> None:
     assert f"{variable}={value}: expected" in refusal([], {variable: value})
 
 
-def test_etcd_is_not_there_yet() -> None:
-    assert refusal(["--backend=etcd"]) == "--backend=etcd: not available yet; expected memory"
+def test_what_belongs_to_etcd_is_whole_or_refused(tmp_path: Path) -> None:
+    found = load(["--backend=etcd", "--etcd-endpoints=a:1,b:2", "--etcd-endpoints", "c:3"], {})
+    assert found.etcd.endpoints == ("a:1", "b:2", "c:3")
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    with_etcd = ["--backend=etcd", "--etcd-endpoints=a:1"]
+    for argv, word in (
+        (["--backend=etcd"], "--etcd-endpoints"),
+        (["--etcd-prefix=/x"], "--backend=etcd"),
+        ([*with_etcd, "--etcd-endpoints=http://a:1"], "http://a:1"),
+        ([*with_etcd, f"--etcd-cert={secret}"], "--etcd-key"),
+        ([*with_etcd, "--etcd-user=u"], "--etcd-password-file"),
+        ([*with_etcd, "--etcd-ca=/no/such/file"], "/no/such/file"),
+    ):
+        assert word in refusal(argv)
+
 
 
 def test_an_open_descriptor_is_taken() -> None:

@@ -6,8 +6,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from rdzv.console import LINES_MAX, WAIT_AGAIN_S, Console
+from rdzv.console import WAIT_AGAIN_S, Console
 from rdzv.model import WORKER_FAILED, Cause, Exit, Failure, Say, Topic
+from rdzv.outlet import OWN_MAX, Outlet
 
 
 def read(story: Callable[[Console], None]) -> list[str]:
@@ -21,7 +22,7 @@ def read(story: Callable[[Console], None]) -> list[str]:
 
     reader = threading.Thread(target=drain)
     reader.start()
-    console = Console("node", fd=theirs)
+    console = Console("node", Outlet(theirs, "node"))
     story(console)
     console.close()
     os.close(theirs)
@@ -82,9 +83,9 @@ def test_the_end_is_one_line_and_what_the_root_cause_said() -> None:
 
 def test_a_terminal_that_is_stopped_holds_up_nobody_and_what_it_missed_is_counted() -> None:
     ours, theirs = os.pipe()
-    console = Console("node", fd=theirs)
+    console = Console("node", Outlet(theirs, "node", pending_max=0))
     line = "x" * 1000
-    for _ in range(3 * LINES_MAX):  # a pipe takes 64 KiB; then the writer hangs, and the queue fills
+    for _ in range(2 * OWN_MAX // len(line)):  # a pipe takes 64 KiB; then the writer hangs, and the queue fills
         console.say(Say(Topic.NEWS, line), 0)
     got = b""
     while b"dropped here" not in got:

@@ -72,19 +72,14 @@ SAMPLES: dict[str, tuple[str | None, Callable[[Options], object], object]] = {
 # What makes a sample complete: the others say where the daemon is.
 COMPANIONS = {"master_port": ["--master-addr=head", "--nnodes=2"], "master_addr": ["--nnodes=2"]}
 WITHOUT_ENDPOINT = ("master_addr", "master_port", "rdzv_endpoint", "standalone")
-WITHOUT_EFFECT_YET = [
+WITHOUT_EFFECT = [  # at least not alone
     "monitor_interval",
     "start_method",
     "event_log_handler",
-    "log_dir",
-    "redirects",
-    "tee",
-    "local_ranks_filter",
     "duplicate_stdout_filters",
     "duplicate_stderr_filters",
     "logs_specs",
     "numa_binding",
-    "signals_to_handle",
     "rdzv_backend",
 ]
 
@@ -129,7 +124,7 @@ def test_each_option_has_its_variable_and_the_command_line_outranks_it(dest: str
         assert field(given_on_line) == expected
 
 
-@pytest.mark.parametrize("dest", WITHOUT_EFFECT_YET)
+@pytest.mark.parametrize("dest", WITHOUT_EFFECT)
 def test_what_is_not_acted_on_is_said_once(dest: str) -> None:
     notes = options("--rdzv-endpoint=head", f"--{dest}={SAMPLES[dest][0]}").notes
     assert len(notes) == 1
@@ -138,8 +133,9 @@ def test_what_is_not_acted_on_is_said_once(dest: str) -> None:
 
 
 def test_what_says_nothing_new_needs_no_note() -> None:
-    quiet = ["--redirects=0", "--tee=0:0,1:0", "--event-log-handler=null", "--start-method=spawn"]
-    assert options("--rdzv-endpoint=head", *quiet, "--signals-to-handle=SIGINT,SIGTERM,SIGHUP,SIGQUIT").notes == ()
+    quiet = ["--redirects=3", "--tee=0:1,1:0", "--event-log-handler=null", "--start-method=spawn", "--log-dir=/logs"]
+    quiet += ["--duplicate-stdout-filters=a", "--local-ranks-filter=0", "--signals-to-handle=SIGTERM,SIGUSR1"]
+    assert options("--rdzv-endpoint=head", *quiet).notes == ()
     assert options("--rdzv-backend=rendezvousd").notes == ()
 
 
@@ -222,6 +218,13 @@ def test_the_digest_tells_programs_apart() -> None:
     assert {len(found) for found in different} == {32}
 
 
+def test_exit_codes_are_numbers_and_ranges() -> None:
+    assert options("--no-retry-exit-codes=2, 64-66").no_retry_exit_codes == {2, 64, 65, 66}
+    assert options("--no_retry_exit_codes", "255").no_retry_exit_codes == {255}
+    assert options(PET_NO_RETRY_EXIT_CODES="3").no_retry_exit_codes == {3}
+    assert options().no_retry_exit_codes == frozenset()
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
@@ -255,6 +258,8 @@ def test_bad_numbers_of_workers(text: str) -> None:
         ("--monitor-interval", "x"),
         ("--on-daemon-loss", "die"),
         ("--local-addr", "10.0.0.1:5"),
+        ("--console", "rank1"),
+        *[("--no-retry-exit-codes", text) for text in ("0", "256", "3-2", "1,", "a", "-1", "1-2-3")],
     ],
 )
 def test_a_bad_value_is_named(flag: str, value: str) -> None:
@@ -310,18 +315,18 @@ def test_help_and_version_end_the_program(capsys: pytest.CaptureFixture[str]) ->
 def test_one_node_without_endpoint_is_standalone() -> None:
     for argv in ([], ["--nnodes=1:1"], ["--standalone"], ["--rdzv-endpoint=localhost:0"], ["--rdzv-endpoint="]):
         found = options(*argv)
-        assert (found.standalone, found.endpoints, found.run_id_generated) == (True, (), True), argv
+        assert (found.standalone, found.endpoints, found.run_id_given) == (True, (), False), argv
         assert len(found.run_id) == 36
         assert found.notes == ()
     assert options().run_id != options().run_id
     named = options("--rdzv-id=mine")
-    assert (named.run_id, named.run_id_generated) == ("mine", False)
+    assert (named.run_id, named.run_id_given) == ("mine", True)
 
 
 def test_with_an_endpoint_the_job_has_a_default_name() -> None:
     found = options("--rdzv-endpoint=a,b:1", "--nnodes=1:4")
     assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 1))
-    assert (found.standalone, found.run_id, found.run_id_generated) == (False, "default", False)
+    assert (found.standalone, found.run_id, found.run_id_given) == (False, "default", False)
     assert (found.min_nodes, found.max_nodes) == (1, 4)
 
 

@@ -80,7 +80,8 @@ def worker(relay: Relay, outlet: Outlet | None, rank: int | None) -> tuple[Strea
 
 
 def test_torrents_of_several_workers_arrive_complete_and_whole() -> None:
-    workers, lines, seen = 4, 20_000, {}
+    workers, lines = 4, 20_000
+    seen: dict[bytes, int] = {}
 
     def say(rank: int, fd: int) -> None:
         dice = random.Random(rank)
@@ -101,10 +102,10 @@ def test_torrents_of_several_workers_arrive_complete_and_whole() -> None:
             await asyncio.gather(*speakers)
             await relay.finish(streams)
         for line in reader.data.splitlines():
-            prefix, rank, number, *_ = line.split(b" ")
-            assert prefix == b"[host:%s]" % rank
-            assert seen.setdefault(rank, 0) == int(number)
-            seen[rank] += 1
+            prefix, speaker, number, *_ = line.split(b" ")
+            assert prefix == b"[host:%s]" % speaker
+            assert seen.setdefault(speaker, 0) == int(number)
+            seen[speaker] += 1
         assert list(seen.values()) == [lines] * workers
 
     run(story)
@@ -205,7 +206,8 @@ def test_nobody_is_held_up_by_a_console_that_is_not_read_and_what_it_missed_is_c
         reader = Reader()
         outlet, relay = Outlet(reader.theirs, "host", pending_max), Relay()
         stream, fd = worker(relay, outlet, 0)
-        await asyncio.to_thread(lambda: [write(fd, b"%d %s\n" % (i, b"x" * 90)) for i in range(lines)])
+        said = b"".join(b"%d %s\n" % (i, b"x" * 90) for i in range(lines))
+        await asyncio.to_thread(write, fd, said)
         os.close(fd)
         await relay.finish([stream])
         assert outlet._pending <= pending_max

@@ -47,6 +47,34 @@ def test_verdict_is_provisional_until_every_members_end_is_known() -> None:
     assert "(still being looked into)" not in stage.said
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_verdict_a_failure_that_no_retry_can_cure_ends_the_job_whatever_its_budget(first: bool) -> None:
+    """Also when a peer fails before it is heard of: trying again would end the same way."""
+    stage = Stage("2", max_restarts=9)
+    a, b = stage.run("a", "b")
+    if not first:
+        b.fail(stage.now, failure(rank=1, exit_code=1))
+        stage.hear(b)
+        stage.wait(0.1)
+    a.fail(stage.now, failure(rank=0, exit_code=64, kind="no-retry"))
+    stage.hear(a)
+    stop(stage, b)
+    ending = stage.job.ending
+    assert ending is not None
+    assert (ending.outcome, ending.exit_code) == (Outcome.FAILED, 64)
+    assert ending.cause is not None
+    assert ending.cause.text.endswith("failed with exit code 64, which is not to be tried again")
+    assert stage.job.known.restarts_used == 0
+
+
+def test_verdict_a_worker_killed_for_lack_of_memory_is_said_to_be() -> None:
+    stage = Stage("1", max_restarts=0)
+    (a,) = stage.run("a")
+    a.fail(stage.now, failure(rank=0, exit_code=0, signal=9, kind="oom"))
+    stage.hear(a)
+    assert "was killed for lack of memory (SIGKILL by the kernel's OOM killer)" in cause(stage).text
+
+
 def test_verdict_a_lost_node_outranks_failures_that_came_after_it_fell_silent() -> None:
     """A collective fails faster than a lease: a dead host is not blamed on its innocent peer, nor charged."""
     stage = Stage("1:2", max_restarts=0)

@@ -78,7 +78,9 @@ def test_a_removed_node_stays_out(tmp_path: Any) -> None:
     async def story(ask: Operator, a: WireNode, b: WireNode) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="its nodes: a, b"):
             await ask.call("Leave", pb.LeaveRequest(run_id="job", node_name="c"), pb.LeaveReply)
-        reply = await ask.call("Leave", pb.LeaveRequest(run_id="job", node_name="b", reason="broken fan"), pb.LeaveReply)
+        reply = await ask.call(
+            "Leave", pb.LeaveRequest(run_id="job", node_name="b", reason="broken fan"), pb.LeaveReply
+        )
         assert reply.removed == 1
         place = await b.until(lambda p: p.HasField("removed"))
         assert "broken fan" in place.removed.reason

@@ -126,8 +126,8 @@ def _held(job: Job, event: NodeHeard, now: float) -> Job:
 def _end(event: NodeHeard, round_uid: RoundUid) -> End | None:
     """Return how the node's part in this round ended, by its own word; None if it may not have ended."""
     held = event.held
-    if held is not None and held.alive:
-        return None
+    if held is not None and held.alive and (held.phase is not Phase.SUCCEEDED or held.round_uid != round_uid):
+        return None  # (what workers leave behind when all have succeeded takes nothing away from that)
     if held is not None and held.round_uid == round_uid and (end := ENDS.get(held.phase)) is not None:
         return end
     if event.offer is not None and event.offer.after == round_uid:

@@ -1,0 +1,137 @@
+"""Signals to a launcher, codes that it exits with, and when it does not try again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kit import RDZVRUN, STAND_IN, Launcher, Stage
+from tests.e2e.speaking import SPEAKER, said, start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
+def test_workers_are_stopped_with_the_signal_that_the_launcher_got(stage: Stage, number: signal.Signals) -> None:
+    launcher = start(stage, "--nproc-per-node=2", SPEAKER, "signals")
+    said(stage, 0, 1)
+    launcher.send(number)
+    assert launcher.ends() == 128 + number
+    assert sorted((e["rank"], e["name"]) for e in stage.progress()) == [(0, number.name), (1, number.name)]
+    launcher.says(f"^got {number.name}: stopping the workers and leaving$")
+    assert launcher.summary() == [f"left the job: got {number.name}"]
+
+
+def test_a_hangup_that_was_to_be_ignored_is(stage: Stage) -> None:
+    process = subprocess.Popen(
+        ["nohup", RDZVRUN, SPEAKER, "signals"],
+        env=stage.environment("a"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    launcher = Launcher("a", process, stage.directory / "none")
+    launcher.log.touch()
+    stage.launchers.append(launcher)
+    said(stage, 0)
+    launcher.send(signal.SIGHUP)
+    launcher.send(signal.SIGTERM)
+    assert launcher.ends() == 128 + signal.SIGTERM
+    assert [e["name"] for e in stage.progress()] == ["SIGTERM"]
+
+
+def test_a_schedulers_warning_is_passed_on_when_it_is_named(stage: Stage) -> None:
+    launcher = start(stage, "--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGUSR1", SPEAKER, "signals")
+    said(stage, 0, 1)
+    launcher.send(signal.SIGUSR1)
+    stage.until(lambda: len(stage.progress(name="SIGUSR1")) == 2, "both workers have got it")
+    launcher.says("^got SIGUSR1: passed on to 2 workers$")
+    stage.order("finish")
+    assert launcher.ends() == 0
+
+
+# ---------------------------------------------------------------------------------------------------- outcomes
+
+
+def test_a_node_that_finished_early_ends_with_the_outcome_of_the_job(stage: Stage) -> None:
+    stage.daemon()
+    nodes = {name: stage.launch(name, "2") for name in ("a", "b")}
+    world = stage.world(2)
+    stage.order("finish-a")
+    stage.until(lambda: [n for n in stage.job().nodes if n.state == "succeeded"], "a is known to have finished")
+    stage.order(f"rank-{world.nodes.index('b')}", "exit 5")
+    assert [node.ends() for node in nodes.values()] == [5, 5]
+    assert nodes["a"].summary() == nodes["b"].summary()
+
+
+def test_an_exit_code_that_no_retry_can_cure_ends_the_job_at_once(stage: Stage) -> None:
+    stage.daemon()
+    options = ["--no-retry-exit-codes=2,64-78"]
+    nodes = [stage.launch(name, "2", restarts=9, options=options) for name in ("a", "b")]
+    first = stage.world(2)
+    stage.order("rank-0", "exit 63")
+    second = stage.world(2, after=first)
+    assert second.restart == 1
+    stage.order("rank-1", "exit 78")
+    assert [node.ends() for node in nodes] == [78, 78]
+    for node in nodes:
+        assert node.summary()[0].endswith("failed with exit code 78, which is not to be tried again")
+
+
+def test_workers_that_fail_at_once_again_and_again_do_not_burn_the_restarts(stage: Stage) -> None:
+    launcher = start(stage, "--max-restarts=3", "--no-python", "sh", "-c", "echo no such module >&2; exit 4")
+    assert launcher.ends() == 4
+    text = "\n".join(launcher.lines())
+    pauses = [
+        f"waiting {s} s before trying again: the workers failed within a second {n} times" for s, n in ((1, 2), (2, 3))
+    ]
+    for pause in pauses:
+        assert pause in text
+    assert text.index(pauses[0]) < text.index("round 3: ") < text.index(pauses[1]) < text.index("round 4: ")
+    assert launcher.summary()[-1].strip() == "no such module"
+
+
+# ---------------------------------------------------------------------------------------------------- corners
+
+
+def test_a_launcher_removes_what_a_killed_one_left_behind(stage: Stage) -> None:
+    scratch = stage.directory / "tmp"
+    scratch.mkdir()
+    killed = start(stage, SPEAKER, "signals", env={"TMPDIR": str(scratch)})
+    said(stage, 0)
+    killed.kill()
+    (left,) = scratch.iterdir()
+    launcher = start(stage, SPEAKER, "signals", env={"TMPDIR": str(scratch)})
+    stage.until(lambda: not left.exists(), "it is removed")
+    launcher.send(signal.SIGTERM)
+    launcher.ends()
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "address"),
+    [("", "::1"), ("--local-addr=127.0.0.1", "127.0.0.1"), ("--local-addr=localhost", "localhost")],
+)
+def test_peers_are_told_the_address_towards_the_daemon_or_the_one_given(
+    stage: Stage, option: str, address: str
+) -> None:
+    served = stage.daemon(listen="[::]:0")
+    stage.order("finish")
+    options = [option] if option else []
+    assert stage.launch("a", endpoint=f"[::1]:{served.port}", options=options).ends() == 0
+    (began,) = stage.progress(event="start")
+    assert began["env"]["MASTER_ADDR"] == address
+
+
+def test_the_name_of_the_job_is_said_when_nobody_gave_one(stage: Stage) -> None:
+    served = stage.daemon()
+    stage.order("finish")
+    launcher = stage.run("a", f"--rdzv-endpoint={served.endpoint}", *STAND_IN)
+    assert launcher.ends() == 0
+    assert launcher.lines()[0] == "run id default (no --rdzv-id given)"
+
+
+def test_a_script_that_is_not_there_is_a_mistake_in_the_command_line(stage: Stage) -> None:
+    missing = str(stage.directory / "missing.py")
+    done = subprocess.run([RDZVRUN, missing], env=os.environ, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, Path(missing).exists()) == (2, False)
+    assert done.stderr == f"rdzvrun: error: training script {missing}: no such file; give the path of a Python file\n"
