@@ -48,7 +48,7 @@ class Term:
         self.revision = revision  # at which the leader's key was created
         self.lease = lease
         self.valid_until = valid_until  # seconds of `boottime`
-        self.ended = ""  # why; empty while it may go on
+        self.ended = ""  # why; empty while it goes on
 
     def check(self) -> None:
         """Return if this daemon leads, for certain, at this moment. Raises NotLeader."""
@@ -92,13 +92,11 @@ class Election:
                 try:
                     yield term
                 finally:
+                    term.ended = term.ended or "this term has ended"
                     renewing.cancel()
-        except BaseExceptionGroup as errors:
-            lost, others = errors.split(NotLeader)
-            if others is not None:
-                raise
-            assert lost is not None
-            raise _first(lost) from None
+        except BaseExceptionGroup as errors:  # the task group's; what comes out is what was raised
+            _, others = errors.split(NotLeader)
+            raise _first(others or errors) from None
         finally:
             self.leader = "" if self.leader == self._address else self.leader
             await self._resign()
@@ -213,7 +211,7 @@ class Election:
                     await self._client.revoke(lease.number)
 
 
-def _first(group: BaseExceptionGroup[NotLeader]) -> BaseException:
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first exception of a group that is none itself."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

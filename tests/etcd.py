@@ -127,6 +127,12 @@ class Member:
             found: dict[str, Any] = json.load(answer)
         return found
 
+    def answers(self) -> bool:
+        """Return whether it serves clients."""
+        with contextlib.suppress(OSError):
+            return "header" in self.ask("maintenance/status")
+        return False
+
     def leads(self) -> bool:
         """Return whether this member leads its cluster; False also if it does not answer."""
         with contextlib.suppress(OSError):

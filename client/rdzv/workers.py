@@ -44,9 +44,10 @@ class Workers:
         """Return what to start. Their output is handed over with `started`. Raises OSError, TimeoutError, and
         ValueError for a device that is not there."""
         await self._stdio.finish()
-        files = await aside(lambda: self._stdio.prepare(seat, scratch), within_s=FILES_S)
+        files, self._oom_kills = await aside(
+            lambda: (self._stdio.prepare(seat, scratch), oom_kills()), within_s=FILES_S
+        )
         self._error_files = files.error_files
-        self._oom_kills = await aside(oom_kills, within_s=FILES_S)
         options, assigned, commands = self._options, seat_out(seat), []
         for local_rank, (stdout, stderr) in enumerate(self._stdio.open(seat, files)):
             env = worker_environment(

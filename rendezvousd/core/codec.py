@@ -46,9 +46,9 @@ from rendezvousd.core.settings import Timing
 from rendezvousd.core.tally import part_open, restance, stance
 
 VERSION = 1
-# Nodes, seats or departures in one part: some 20 KB, which etcd writes as fast as a few bytes, and 80 parts for 10,000
+# Nodes, seats or departures in one part: some 10 KB, which etcd writes as fast as a few bytes, and 160 parts for 10,000
 # nodes, so that their names fit into the head with ease.
-PER_PART = 128
+PER_PART = 64
 # Longest part; etcd takes requests of 1.5 MB, and a few names travel with it. Texts of failures can be longer together.
 PART_BYTES = 512 << 10
 

@@ -19,8 +19,8 @@ def start(
     stderr: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Launcher:
-    """Start `rdzvrun` as a node `host` of a job of its own. Where no descriptor is given its output goes to a file each:
-    the launcher's `log` is stderr, and stdout is beside it."""
+    """Start `rdzvrun` as a node `host` of a job of its own. Where no descriptor is given its output goes to a file
+    each: the launcher's `log` is stderr, and stdout is beside it."""
     name = f"host-{len(stage.launchers)}"
     log = stage.directory / f"{name}.err"
     with log.open("ab") as err, out_of(log).open("ab") as out:

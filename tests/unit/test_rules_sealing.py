@@ -267,6 +267,17 @@ def test_bounded_waits_from_stopped_to_offering_takes_30_s_at_most() -> None:
     assert stage.roster() == ["a"]
 
 
+def test_bounded_waits_who_was_given_up_is_not_counted_on() -> None:
+    stage = Stage("2")
+    a, b = stage.enter("a", "b")
+    stage.hear(a)
+    stage.hear(b)
+    stage.restart()
+    stage.behave(a)
+    stage.wait(35)
+    assert stage.said.startswith("1 of 2 nodes; waiting for 1 more, 600 s left")
+
+
 def test_bounded_waits_who_was_given_up_comes_back_as_a_newcomer() -> None:
     stage = Stage("1:2")
     a, b = stage.run("a", "b")

@@ -32,8 +32,11 @@ class Rounds:
 
     def __init__(self) -> None:
         self.job_uid, self.round_uid, self.generation = "job", uuid.uuid4().hex, "1"
+        self.leads = True
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
+        if not self.leads:
+            raise NotLeader("another daemon leads")
         if (run_id, job_uid) != ("run", self.job_uid):
             raise NoSuchJob(f"there is no job {run_id!r}")
         if generation != self.generation:
@@ -47,6 +50,7 @@ class Daemon:
 
     def __init__(self, rounds: Rounds, limits: KvLimits = DEFAULT_LIMITS, port: int = 0) -> None:
         self.rounds = rounds
+        rounds.leads = True
         self.service = StoreService(rounds, limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -82,7 +86,8 @@ class Daemon:
     def stop(self) -> None:
         if self._loop.is_closed():
             return
-        self.tell(lambda: self.service.close(NotLeader("the daemon is shutting down")))
+        self.rounds.leads = False
+        self.tell(lambda: self.service.drop_all(NotLeader("the daemon is shutting down")))
         self._run(self._server.stop(1))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -50,7 +50,7 @@ async def leading(access: Access) -> AsyncIterator[tuple[EtcdClient, EtcdBackend
         yield client, backend
 
 
-async def stored(client: EtcdClient) -> dict[str, codec.Job]:
+async def stored(client: EtcdClient) -> dict[str, Job]:
     """Return what the next leader finds."""
     return {found.job.run_id: found.job for found in await EtcdBackend(client, await lead(client)).load(0.0)}
 
@@ -85,6 +85,19 @@ async def keys(client: EtcdClient, prefix: bytes = b"/rendezvousd/jobs/") -> lis
     return [kv.key for kv in (await client.range(prefix, prefix_end(prefix))).kvs]
 
 
+async def put_of(client: EtcdClient, key: bytes) -> pb.KeyValue:
+    """Return the key as it was first put, once it is."""
+    async for events in client.watch(key, after=1):
+        return events[0].kv
+    raise AssertionError("unreachable")
+
+
+async def gone(client: EtcdClient, kv: pb.KeyValue) -> None:
+    async for events in client.watch(kv.key, after=kv.mod_revision):
+        if events[-1].type == pb.Event.DELETE:
+            return
+
+
 # ------------------------------------------------------------------------------------------------------ one leader
 
 
@@ -103,7 +116,7 @@ def test_jobs_are_written_found_again_and_removed(tmp_path: Path, program: Path 
         async with leading(cluster.access()) as (client, backend):
             for name in names:
                 await backend.delete(name, expected=revisions[name])
-                names_left = set(await stored_by(client))
+                names_left = set(await stored(client))
                 assert names_left == set(names[names.index(name) + 1 :])
                 backend = EtcdBackend(client, await lead(client))
                 await backend.load(0.0)
@@ -111,10 +124,6 @@ def test_jobs_are_written_found_again_and_removed(tmp_path: Path, program: Path 
 
     with etcd(tmp_path, program=program) as cluster:
         asyncio.run(story(cluster))
-
-
-async def stored_by(client: EtcdClient) -> dict[str, Job]:
-    return await stored(client)
 
 
 def test_each_write_goes_on_from_the_last_and_leaves_no_old_parts(tmp_path: Path) -> None:
@@ -295,16 +304,14 @@ def test_a_write_whose_answer_was_lost_is_recognized(tmp_path: Path) -> None:
         ):
             cable.mute = True
             writing = asyncio.create_task(backend.write(job(), expected=0))
-            while not (heads := (await witness.range(b"/rendezvousd/jobs/run/head")).kvs):
-                await asyncio.sleep(0.01)
+            head = await put_of(witness, b"/rendezvousd/jobs/run/head")
             cable.mute = False
             cable.cut()
             revision = await writing
-            assert (revision, heads[0].version) == (heads[0].mod_revision, 1)
+            assert (revision, head.version) == (head.mod_revision, 1)
             cable.mute = True
             removing = asyncio.create_task(backend.delete("run", expected=revision))
-            while await keys(witness):
-                await asyncio.sleep(0.01)
+            await gone(witness, head)
             cable.mute = False
             cable.cut()
             await removing
@@ -351,6 +358,7 @@ def test_writes_wait_for_a_quorum_a_restart_and_a_new_leader_of_etcd_and_none_is
             leader.kill()
             await write(5)
             leader.start()
+            await until(leader.answers)
             other, another = (member for member in cluster.members if member is not leader)
             other.freeze()
             another.freeze()

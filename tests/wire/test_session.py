@@ -220,6 +220,21 @@ def test_a_silent_daemon_is_left_for_the_next_endpoint_and_streams_are_numbered(
     run(story)
 
 
+def test_a_daemon_that_has_not_answered_yet_hears_what_changes_and_no_heartbeats() -> None:
+    async def story() -> None:
+        busy, good = Daemon(), Daemon()
+        busy.answer = lambda state: None
+        async with busy.serving(), good.serving(), attending(busy.port, good.port) as (session, heard):
+            await until(lambda: busy.messages)
+            session.tell(Standing(outcome_seen="j"))
+            await until(lambda: good.messages)  # several heartbeats later
+            assert [state.outcome_seen for state in busy.messages] == ["", "j"]
+            assert "silent" in heard.away[0]
+            await until(lambda: len(good.messages) >= 3)
+
+    run(story)
+
+
 def test_a_broken_stream_is_opened_again() -> None:
     async def story() -> None:
         daemon = Daemon()

@@ -139,7 +139,7 @@ def test_no_daemon_at_all(daemon: Daemon) -> None:
 
 def test_of_several_daemons_the_one_that_leads_is_found(daemon: Daemon) -> None:
     with serving() as follower:
-        follower.tell(lambda: follower.service.close(NotLeader("another daemon leads")))
+        follower.rounds.leads = False
         ports = (free_port(), follower.port, daemon.port)
         store = daemon.store(endpoint=",".join(f"127.0.0.1:{port}" for port in ports))
         store.set("k", "v")
