@@ -2,12 +2,13 @@
 
     <prefix>/leader                                  who leads (election.py)
     <prefix>/jobs/<run id>/head                      one line of JSON on the record, then the job's head (core/codec.py)
-    <prefix>/jobs/<run id>/parts/<name>@<generation> the rest; never changed, only replaced
+    <prefix>/jobs/<run id>/parts/<name>@<generation> the rest
 
-A write puts the parts that are new and then, in one transaction, the head that names them; what no head names does not
-exist. Every transaction compares the leader's key, so that a deposed leader's late one is refused, and the head's
-revision. So it may be tried again when nobody knows what became of it: the head carries a random word of its writer,
-by which a success that was not heard of is recognized.
+A write is one transaction if it fits into one. If not, it first puts the parts that are new, as another generation
+beside the old one, and then the head that names them; what no head names does not exist. Every transaction compares the
+leader's key, so that a deposed leader's late one is refused, and the head's revision. So it may be tried again when
+nobody knows what became of it: the head carries a random word of its writer, by which a success that was not heard of
+is recognized.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import secrets
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Protocol
 
 from rendezvousd.backends.etcd_client import EtcdClient, prefix_end
@@ -34,9 +34,9 @@ DEFAULT_PREFIX = "/rendezvousd"
 FORMAT = 1  # of the head's first line
 # etcd takes 128 operations a transaction by default; the head, and what an operator may have lowered, have room.
 OPERATIONS_MAX = 100
-# etcd takes requests of 1.5 MB by default. Two parts of the greatest length fit, or 50 usual ones.
-BYTES_MAX = (1 << 20) + (1 << 18)
-# Keys read at a time: usual parts are 20 KB, so some megabytes an answer.
+# etcd takes requests of 1.5 MB by default. Two parts of the greatest length fit, and a head of at most some 20 KB.
+BYTES_MAX = 1 << 20
+# Keys read at a time: usual parts are 10 KB, so some megabytes an answer.
 PAGE = 256
 
 
@@ -64,9 +64,9 @@ class _Kept:
 
     revision: int = 0
     generation: int = 0
-    parts: dict[str, int] = field(default_factory=dict)  # name -> generation
-    digests: dict[str, bytes] = field(default_factory=dict)
-    record: codec.Record | None = None
+    generations: Mapping[str, int] = field(default_factory=dict)  # by name of the part
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+    record: codec.Record | None = None  # None: not written by this daemon yet
 
 
 class EtcdBackend:
@@ -89,18 +89,14 @@ class EtcdBackend:
         To be called once this daemon leads: then no other can write any more. Raises NotLeader, and codec.RecordError
         if a record cannot be read, which is no reason to lose it.
         """
-        keys = await self._client.persist(self._read_all)
         found: list[Stored] = []
-        leftover: list[bytes] = []
-        for base, values in keys.items():
-            head = values.get(b"head")
-            if head is None:
-                leftover.extend(base + name for name in values)
-                continue
-            stored, named = self._read(base, head, values, now)
-            found.append(stored)
-            leftover.extend(base + name for name in values if name != b"head" and name not in named)
-        await self._remove(leftover)
+        for base, values in (await self._client.persist(self._read_all)).items():
+            revision, named = 0, {b"head"}
+            if (head := values.get(b"head")) is not None:
+                stored, parts = self._read(base, head, values, now)
+                found.append(stored)
+                revision, named = stored.revision, named | parts
+            await self._remove(base, [base + name for name in values if name not in named], revision)
         return found
 
     async def _read_all(self) -> dict[bytes, dict[bytes, pb.KeyValue]]:
@@ -138,8 +134,8 @@ class EtcdBackend:
         self._kept[job.run_id] = _Kept(
             revision=head.mod_revision,
             generation=line["generation"],
-            parts=generations,
-            digests={name: _digest(data) for name, data in parts.items()},
+            generations=generations,
+            parts=parts,
         )
         return Stored(job, head.mod_revision), set(names.values())
 
@@ -151,96 +147,85 @@ class EtcdBackend:
         if kept.revision != expected:
             raise NotLeader(f"the record of job {job.run_id!r} is at revision {kept.revision}, not {expected}")
         record = codec.dump(job, kept.record)
-        digests = {name: self._digest_of(name, record, kept) for name in record.parts}
-        changed = [name for name, digest in digests.items() if kept.digests.get(name) != digest]
-        unchanged = not changed and digests.keys() == kept.digests.keys()
-        if unchanged and kept.record is not None and record.head == kept.record.head:
+        changed = [name for name, data in record.parts.items() if kept.parts.get(name) != data]
+        if not changed and kept.record is not None and _names_and_head(record) == _names_and_head(kept.record):
             kept.record = record
             return expected
-        base, generation = self._base(job.run_id), kept.generation + 1
-        generations = {name: kept.parts[name] for name in digests.keys() - set(changed)}
-        generations.update(dict.fromkeys(changed, generation))
-        puts = [_put(base + _part_name(name, generation), record.parts[name]) for name in changed]
-        old = [
-            base + _part_name(name, number) for name, number in kept.parts.items() if generations.get(name) != number
-        ]
+        generation = kept.generation + 1
+        generations = {name: kept.generations.get(name, generation) for name in record.parts}
+        at_once = _fits([record.parts[name] for name in changed])
+        if not at_once:  # beside what is there, which still is the record
+            generations.update(dict.fromkeys(changed, generation))
+        base = self._base(job.run_id)
+        puts = [_put(base + _part_name(name, generations[name]), record.parts[name]) for name in changed]
+        old = [base + _part_name(name, at) for name, at in kept.generations.items() if generations.get(name) != at]
+        if not at_once:
+            for batch in _batches(puts):
+                await self._guarded(base, batch, expected)
+            puts = []
         writer = secrets.token_hex(8)
         line = {"format": FORMAT, "writer": writer, "generation": generation, "parts": generations}
         head = json.dumps(line, separators=(",", ":")).encode() + b"\n" + record.head
-        revision = await self._replace(job.run_id, writer, head, puts, old, expected)
-        self._kept[job.run_id] = _Kept(revision, generation, generations, digests, record)
+        room = OPERATIONS_MAX - len(puts) - 1
+        operations = [_put(base + b"head", head), *puts, *map(_delete, old[:room])]
+        revision = await self._replace(base, writer, operations, expected)
+        self._kept[job.run_id] = _Kept(revision, generation, generations, record.parts, record)
+        await self._remove(base, old[room:], revision)
         return revision
 
     async def delete(self, run_id: str, *, expected: int) -> None:
         """As Backend.delete. Everything below the job's key goes."""
         base = self._base(run_id)
-        request = pb.TxnRequest(
-            compare=[self._leads(), _at(base + b"head", expected)],
-            success=[_delete(base, prefix_end(base))],
-            failure=self._look(base),
-        )
+        request = self._request(base, [_delete(base, prefix_end(base))], expected)
 
         async def attempt() -> None:
             answer = await self._client.txn(request)
-            head = None if answer.succeeded else self._head_if_leading(answer)
-            if head is not None:
-                raise NotLeader(f"the record of job {run_id!r} is at revision {head.mod_revision}, not {expected}")
+            if not answer.succeeded and (head := self._head_if_leading(answer)) is not None:
+                raise _moved(base, head, expected)
 
         await self._client.persist(attempt)
         self._kept.pop(run_id, None)
 
-    async def _replace(
-        self, run_id: str, writer: str, head: bytes, puts: list[Any], old: list[bytes], expected: int
-    ) -> int:
-        """Put parts and head, remove the old parts, and return the head's new revision. Raises NotLeader."""
-        *before, last = _batches(puts, room=len(head))
-        for batch in before:  # nothing names them yet
-            await self._fenced(batch)
-        room = OPERATIONS_MAX - 1 - len(last)
-        base = self._base(run_id)
-        request = pb.TxnRequest(
-            compare=[self._leads(), _at(base + b"head", expected)],
-            success=[_put(base + b"head", head), *last, *map(_delete, old[:room])],
-            failure=self._look(base),
-        )
+    async def _replace(self, base: bytes, writer: str, operations: list[Any], expected: int) -> int:
+        """Write a head, and what belongs to it, at once, and return the head's new revision. Raises NotLeader."""
+        request = self._request(base, operations, expected)
 
         async def attempt() -> int:
             answer = await self._client.txn(request)
             if answer.succeeded:
                 return answer.header.revision
-            found = self._head_if_leading(answer)
-            if found is not None and _parse(found.value)[0].get("writer") == writer:
-                return found.mod_revision  # an earlier attempt was carried out, and its answer was lost
-            at = found.mod_revision if found is not None else 0
-            raise NotLeader(f"the record of job {run_id!r} is at revision {at}, not {expected}")
+            head = self._head_if_leading(answer)
+            if head is not None and _parse(head.value)[0].get("writer") == writer:
+                return head.mod_revision  # an earlier attempt was carried out, and its answer was lost
+            raise _moved(base, head, expected)
 
-        revision = await self._client.persist(attempt)
-        await self._remove(old[room:])
-        return revision
+        return await self._client.persist(attempt)
 
-    async def _remove(self, keys: list[bytes]) -> None:
+    async def _remove(self, base: bytes, keys: list[bytes], revision: int) -> None:
         for at in range(0, len(keys), OPERATIONS_MAX):
-            await self._fenced([_delete(key) for key in keys[at : at + OPERATIONS_MAX]])
+            await self._guarded(base, [_delete(key) for key in keys[at : at + OPERATIONS_MAX]], revision)
 
-    async def _fenced(self, operations: list[Any]) -> None:
-        """Carry out what may be carried out twice, as long as this daemon leads. Raises NotLeader."""
-        request = pb.TxnRequest(compare=[self._leads()], success=operations)
+    async def _guarded(self, base: bytes, operations: list[Any], revision: int) -> None:
+        """Carry out what may be carried out twice, while the head is at this revision. Raises NotLeader."""
+        request = self._request(base, operations, revision)
 
         async def attempt() -> None:
-            if not (await self._client.txn(request)).succeeded:
-                raise _deposed()
+            answer = await self._client.txn(request)
+            if not answer.succeeded:
+                raise _moved(base, self._head_if_leading(answer), revision)
 
         await self._client.persist(attempt)
+
+    def _request(self, base: bytes, operations: list[Any], revision: int) -> pb.TxnRequest:
+        """Return the transaction that does this if this daemon leads and the head is at this revision (0: absent), and
+        otherwise tells who leads and what the head is."""
+        look = [pb.RequestOp(range=pb.RangeRequest(key=key)) for key in (self._fence.key, base + b"head")]
+        return pb.TxnRequest(compare=[self._leads(), _at(base + b"head", revision)], success=operations, failure=look)
 
     def _leads(self) -> Any:
         return pb.Compare(
             result=pb.Compare.EQUAL, target=pb.Compare.CREATE, key=self._fence.key, create_revision=self._fence.revision
         )
-
-    def _look(self, base: bytes) -> list[Any]:
-        """Return what tells, when a comparison failed, which."""
-        keys = (self._fence.key, base + b"head")
-        return [pb.RequestOp(range=pb.RangeRequest(key=key)) for key in keys]
 
     def _head_if_leading(self, answer: pb.TxnResponse) -> pb.KeyValue | None:
         """Return the head that was found instead, None if there is none. Raises NotLeader."""
@@ -253,20 +238,18 @@ class EtcdBackend:
         """Return what the job's keys begin with. Escaped, so that `a` and `a/1` are strangers."""
         return self._jobs + urllib.parse.quote(run_id, safe="").encode() + b"/"
 
-    @staticmethod
-    def _digest_of(name: str, record: codec.Record, kept: _Kept) -> bytes:
-        data = record.parts[name]
-        if kept.record is not None and kept.record.parts.get(name) is data:
-            return kept.digests[name]
-        return _digest(data)
-
 
 def _deposed() -> NotLeader:
     return NotLeader("another daemon leads, or none; this one's late write was refused")
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+def _moved(base: bytes, head: pb.KeyValue | None, expected: int) -> NotLeader:
+    at = 0 if head is None else head.mod_revision
+    return NotLeader(f"the record at {base.decode()} is at revision {at}, not {expected}")
+
+
+def _names_and_head(record: codec.Record) -> tuple[bytes, Any]:
+    return record.head, record.parts.keys()
 
 
 def _parse(value: bytes) -> tuple[dict[str, Any], bytes]:
@@ -278,20 +261,24 @@ def _parse(value: bytes) -> tuple[dict[str, Any], bytes]:
     return parsed, head
 
 
+def _fits(parts: list[bytes]) -> bool:
+    """Return whether one transaction may write so much, a head, and remove as many others."""
+    return len(parts) < OPERATIONS_MAX // 2 and sum(map(len, parts)) <= BYTES_MAX
+
+
 def _part_name(name: str, generation: int) -> bytes:
     return f"parts/{name}@{generation}".encode()
 
 
-def _batches(puts: Iterable[Any], room: int) -> list[list[Any]]:
-    """Return the puts in batches that fit into a transaction each; the last also has room for so many bytes, and one
-    operation more."""
+def _batches(puts: Iterable[Any]) -> list[list[Any]]:
+    """Return the puts in batches that fit into a transaction each."""
     batches: list[list[Any]] = [[]]
-    size = room
+    size = 0
     for put in puts:
         length = len(put.put.key) + len(put.put.value)
-        if size + length > BYTES_MAX or len(batches[-1]) >= OPERATIONS_MAX - 1:
+        if size + length > BYTES_MAX or len(batches[-1]) >= OPERATIONS_MAX:
             batches.append([])
-            size = room
+            size = 0
         batches[-1].append(put)
         size += length
     return batches

@@ -65,6 +65,8 @@ def place_node(job: Job, node: Node, now: float) -> Job:
     """Return the job with this version of the node, its stance, deadline and the counts brought up to date."""
     node = _derive(job, node, now)
     before = job.nodes.get(node.uid)
+    if before is not None and before == node:
+        return job
     tally = _add(job.tally, node, +1)
     if before is not None:
         tally = _add(tally, before, -1)

@@ -31,7 +31,7 @@ from tests.e2e.processes_kit import marked
 
 T = TypeVar("T")
 
-LIMIT_S = 90.0  # for the most loaded machine; nothing waits so long unless something is wrong
+LIMIT_S = 120.0  # for the most loaded machine; nothing waits so long unless something is wrong
 POLL_S = 0.03
 RDZVRUN = Path(sys.executable).with_name("rdzvrun")
 WORKERS = Path(__file__).with_name("workers")
@@ -191,7 +191,8 @@ class Stage:
 
     def progress(self, **wanted: object) -> list[Event]:
         """All that workers said so far and that has these values."""
-        lines = (self.directory / "progress.jsonl").read_bytes().splitlines()
+        # A line that is just being written may be there in part.
+        lines = (self.directory / "progress.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
         return [e for e in map(json.loads, lines) if all(e[key] == value for key, value in wanted.items())]
 
     def world(self, size: int, *, after: World | int = 0, run: str | None = None) -> World:

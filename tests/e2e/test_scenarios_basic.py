@@ -181,7 +181,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(option: str, 
     command = [str(RDZVRUN), "--rdzv-endpoint=127.0.0.1", f"{option}={value}", *STAND_IN]
     if value == "gpu" and Path("/dev/nvidiactl").exists():
         pytest.skip("this host may have a GPU")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"rdzvrun: error: .+\n", done.stderr)
     assert value.removesuffix("=1") in done.stderr

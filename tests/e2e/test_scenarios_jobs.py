@@ -157,7 +157,7 @@ def test_a_node_that_has_finished_may_go_and_the_job_still_succeeds(stage: Stage
 def test_a_pipe_that_reads_the_output_ends_with_the_launcher(stage: Stage) -> None:
     command = f"'{RDZVRUN}' --no-python echo hello | cat"
     done = subprocess.run(
-        ["sh", "-c", command], env=stage.environment("a"), capture_output=True, text=True, timeout=90, check=True
+        ["sh", "-c", command], env=stage.environment("a"), capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == "hello\n"
     assert done.stderr.splitlines()[-1] == "[rdzvrun] job succeeded"
@@ -184,7 +184,9 @@ def test_nobody_is_lost_when_the_daemon_stands_still_for_longer_than_a_lease(sta
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_job_goes_on_when_its_daemon_is_started_again(stage: Stage, number: signal.Signals) -> None:
+def test_no_worker_notices_that_the_daemon_was_started_again_with_an_empty_memory(
+    stage: Stage, number: signal.Signals
+) -> None:
     port = free_port()
     served = stage.daemon(listen=f"127.0.0.1:{port}")
     nodes = [stage.launch(name, "2", restarts=1) for name in ("a", "b")]
@@ -200,9 +202,7 @@ def test_a_job_goes_on_when_its_daemon_is_started_again(stage: Stage, number: si
     for node in nodes:
         node.says("the daemon is back")
     stage.until(lambda: (stage.job().phase, stage.job().world_size) == (pb.JOB_RUNNING, 2), "the job runs again")
-    third = stage.world(2, after=stage.job().known.round - 1)
-    assert third.restart == 1
-    stage.goes_on(third)
+    stage.goes_on(second)  # the new daemon has learnt of it from the nodes
     stage.order("finish")
     assert [node.ends() for node in nodes] == [0, 0]
 

@@ -190,7 +190,7 @@ def test_a_node_that_is_done_early_disturbs_nobody(stage: Stage) -> None:
     assert nodes[early].process.poll() is None
     stage.order("rank-1", "exit 3")
     second = stage.world(1, after=first)
-    assert second.nodes == (late,)
+    assert (second.round, second.nodes) == (first.round + 1, (late,))
     assert nodes[early].ends() == 0
     finish(stage, nodes[late])
 

@@ -138,7 +138,6 @@ def test_what_belongs_to_etcd_is_whole_or_refused(tmp_path: Path) -> None:
         assert word in refusal(argv)
 
 
-
 def test_an_open_descriptor_is_taken() -> None:
     read_end, write_end = os.pipe()
     try:

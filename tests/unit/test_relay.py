@@ -161,6 +161,19 @@ def test_the_end_of_a_stream_is_known_when_it_was_drained() -> None:
     run(story)
 
 
+def test_a_stream_that_nobody_writes_to_any_more_ends_by_itself() -> None:
+    async def story() -> None:
+        async with relaying() as (relay, outlet, reader):
+            stream, fd = worker(relay, outlet, 0)
+            write(fd, b"last words")
+            os.close(fd)
+            while not stream.ended:
+                await relay.drain([])  # what was asked before is done
+        assert reader.data == b"[host:0] last words\n"
+
+    run(story)
+
+
 def test_a_stream_that_somebody_keeps_open_ends_with_its_round() -> None:
     async def story() -> None:
         async with relaying() as (relay, outlet, reader):

@@ -20,13 +20,14 @@ def test_what_a_killed_launcher_left_is_removed_and_what_a_living_one_uses_is_no
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        theirs = Path(other.stdout.readline().strip())
-        (theirs / "1").mkdir()
-        (theirs / "1" / "error.json").touch()
-        assert remove_stale(str(tmp_path)) == 0
-        other.kill()
-        other.wait()
+        try:
+            assert other.stdout is not None
+            theirs = Path(other.stdout.readline().strip())
+            (theirs / "1").mkdir()
+            (theirs / "1" / "error.json").touch()
+            assert remove_stale(str(tmp_path)) == 0
+        finally:
+            other.kill()
     assert remove_stale(str(tmp_path)) == 1
     assert os.listdir(tmp_path) == [os.path.basename(mine.path)]
     mine.remove()

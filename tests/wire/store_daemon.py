@@ -51,7 +51,8 @@ class Daemon:
     def __init__(self, rounds: Rounds, limits: KvLimits = DEFAULT_LIMITS, port: int = 0) -> None:
         self.rounds = rounds
         rounds.leads = True
-        self.service = StoreService(rounds, limits)
+        self.service = StoreService(self, limits)
+        self._away = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -63,6 +64,16 @@ class Daemon:
         bound: int = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
         return bound
+
+    def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
+        if self._away:
+            raise NotLeader(self._away)
+        self.rounds.check(run_id, job_uid, round_uid, generation)
+
+    def leave(self, why: str) -> None:
+        """Attend no job any more, and say so to whoever asks."""
+        self._away = why
+        self.tell(lambda: self.service.drop_all(NotLeader(why)))
 
     def _run(self, task: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(task, self._loop).result(PATIENCE_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -57,7 +58,7 @@ def fork() -> None:
     for born in range(1, 6):
         pid = os.fork()
         if pid == 0:
-            faulthandler.dump_traceback_later(60, exit=True)
+            signal.alarm(60)
             os._exit(0 if store.get("parent") == b"here" and store.add("born", 1) == born else 1)
         status = os.waitpid(pid, 0)[1]
         assert status == 0, f"the child ended with {status}"
@@ -65,6 +66,6 @@ def fork() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang says where
+    faulthandler.dump_traceback_later(200, exit=True)  # a hang says where
     {"group-by-store": group_by_store, "group-by-url": group_by_url, "fork": fork}[sys.argv[1]]()
     print("all went well", rdzv.round().number)

@@ -364,15 +364,21 @@ def test_a_token_that_has_expired_is_renewed_for_calls_leases_and_watches(tmp_pa
             await client.txn(put(b"a"))  # nobody asks yet
             lock_up(member)
             lease, _ = await client.grant(300)
-            async with following(client, after=(await client.range(b"a")).header.revision) as seen:
-                keys = await put_many(client, 3)
-                await until(lambda: seen == keys)
-                member.kill()  # it keeps tokens in its memory only
+
+            def forget_tokens() -> None:
+                member.kill()  # it keeps them in its memory only
                 member.start()
-                assert await client.persist(lambda: client.keep_alive(lease)) > 0
+
+            forget_tokens()
+            keys = await put_many(client, 3)
+            forget_tokens()
+            assert await client.persist(lambda: client.keep_alive(lease)) > 0
+            await asyncio.gather(*(client.persist(lambda: client.range(b"a")) for _ in range(20)))
+            async with following(client, after=1) as seen:
+                await until(lambda: seen == keys)
+                forget_tokens()
                 keys += await put_many(client, 3, start=3)
                 await until(lambda: seen == keys)
-                await asyncio.gather(*(client.persist(lambda: client.range(b"a")) for _ in range(20)))
 
     with etcd(tmp_path, program=program) as cluster:
         asyncio.run(story(cluster))

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 
 from rdzv.store import Store, StoreLostError
-from rendezvousd.core.errors import NotLeader
 from rendezvousd.v1 import store_pb2 as pb
 from tests.wire.store_daemon import (
     PATIENCE_S,

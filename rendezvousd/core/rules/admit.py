@@ -9,7 +9,7 @@ from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import Departure, Job, JobSpec, JobUid, Known, Node, NodeUid
 from rendezvousd.core.rules.recover import begin
 from rendezvousd.core.settings import Limits
-from rendezvousd.core.tally import drop_node, place_node, restance
+from rendezvousd.core.tally import drop_node, restance
 
 DAEMON = "rendezvousd"
 USAGE = 2  # exit code of a launcher that was called wrongly
@@ -84,16 +84,17 @@ def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: floa
     return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))
 
 
-def admit(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
-    """Return the job with the speaker attached, or remembered as refused. Its state is still to be heard."""
+def admit(job: Job, event: NodeHeard, limits: Limits, now: float) -> tuple[Job, Node | None]:
+    """Return the job and the node that the speaker becomes in it, still to be placed; None if it was refused."""
     difference = disagreement(job.spec, event.job_spec)
     if difference and job.ending is None:  # whoever comes after the end is only told of it
-        return bar(job, event.uid, Departure(by=DAEMON, reason=f"refused: {difference}", exit_code=USAGE), limits)
+        gone = Departure(by=DAEMON, reason=f"refused: {difference}", exit_code=USAGE)
+        return bar(job, event.uid, gone, limits), None
     if len(job.nodes) >= limits.nodes_per_job:
         reason = f"refused: job {job.run_id!r} has {len(job.nodes)} nodes, the most this daemon attends"
-        return bar(job, event.uid, Departure(by=DAEMON, reason=reason, exit_code=1), limits)
+        return bar(job, event.uid, Departure(by=DAEMON, reason=reason, exit_code=1), limits), None
     node = Node(uid=event.uid, name=event.name, arrival=job.arrivals, spec=event.spec)
-    return place_node(replace(job, arrivals=job.arrivals + 1, last_arrival_at=now), node, now)
+    return replace(job, arrivals=job.arrivals + 1, last_arrival_at=now), node
 
 
 def bar(job: Job, uid: NodeUid, departure: Departure, limits: Limits) -> Job:

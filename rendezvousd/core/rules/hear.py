@@ -42,12 +42,13 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
     if gives_way(job, event):
         job = give_way(job, event, now)
     job = learn(job, event.known, now)
-    if event.uid not in job.nodes:
-        job = admit(job, event, limits, now)
-        if event.uid not in job.nodes:
+    node: Node | None
+    if (node := job.nodes.get(event.uid)) is None:
+        job, node = admit(job, event, limits, now)
+        if node is None:
             return job
-    job = _held(job, event, now)
-    node = job.nodes[event.uid]
+    job = _held(job, event, node, now)
+    node = job.nodes.get(event.uid, node)  # its stance may have changed by what was learnt
     node = replace(
         node,
         held=event.held,
@@ -75,7 +76,8 @@ def take_in(job: Job, node: Node, now: float) -> Job:
         offer=node.offer,
         leaving=node.leaving.reason if node.leaving is not None else None,
     )
-    job = _held(place_node(job, replace(node, held=None), now), event, now)
+    job = place_node(job, replace(node, held=None), now)
+    job = _held(job, event, job.nodes[node.uid], now)
     return place_node(job, replace(job.nodes[node.uid], held=event.held), now)
 
 
@@ -106,12 +108,11 @@ def depart(job: Job, uid: NodeUid, end: End, limits: Limits) -> Job:
     return bar(end_part(job, uid, end), uid, leaving, limits)
 
 
-def _held(job: Job, event: NodeHeard, now: float) -> Job:
+def _held(job: Job, event: NodeHeard, node: Node, now: float) -> Job:
     """Take in what the node says of its processes of the last round."""
     round_, held = job.round, event.held
     if round_ is None or event.uid not in round_.index:
         return job
-    node = job.nodes[event.uid]
     here = held is not None and held.round_uid == round_.uid
     if held is not None and here and event.uid not in round_.forfeits:
         before = node.held if node.held is not None and node.held.round_uid == round_.uid else None
