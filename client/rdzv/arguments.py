@@ -80,7 +80,14 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
             "no-retry-exit-codes", "CODE,FIRST-LAST,...", "a worker that ends with one of these ends the job at once"
         ),
         Argument("shutdown-timeout", "SECONDS", "from telling workers to stop to killing them; default 30"),
-        Argument("start-method", "exec|spawn|fork|forkserver", "how workers are started; default exec"),
+        Argument(
+            "start-method",
+            "zygote|exec",
+            "zygote: workers are forked from a process that has imported torch, so that they start in no time; "
+            "exec: each is a new python; default zygote",
+        ),
+        Argument("preload", "MODULE,...", "what the zygote imports besides torch"),
+        Argument("isolate", "pid", "run all workers in a PID namespace: nothing outlives them, whatever is killed"),
         Argument("virtual-local-rank", None, "every worker sees its own GPU as device 0, and LOCAL_RANK 0"),
         Argument(
             "numa-binding",

@@ -28,6 +28,7 @@ from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
 from rdzv.reach import reach
 from rdzv.scratch import Scratch, remove_stale
 from rdzv.standalone import NotServing, OwnDaemon
+from rdzv.worker_env import zygote_plan
 
 if TYPE_CHECKING:
     from rdzv.session import Session
@@ -56,7 +57,7 @@ class Launcher:
         self._node_uid = uuid.uuid4().hex
         self._exit: asyncio.Future[model.Exit] = self._loop.create_future()
         self._tasks = asyncio.TaskGroup()
-        self._stores = StoreHolder()
+        self._stores = StoreHolder(fork=options.start_method == "zygote")
         self._storing, self._processing = asyncio.Lock(), asyncio.Lock()
         self._own_daemon = OwnDaemon() if options.standalone else None
         self._endpoints: tuple[Endpoint, ...] = options.endpoints
@@ -73,8 +74,13 @@ class Launcher:
         """Return the exit code."""
         self._handle_signals()
         self._loop.set_exception_handler(self._failed_callback)
-        # The spawner comes first, before anything has threads that a child process could inherit a lock from.
-        self._supervisor = await processes.Supervisor.start(self._process_fact)
+        # The spawner comes first, before anything has threads that a child process could inherit a lock from, and with
+        # it the zygote: its imports take longer than all else.
+        self._supervisor = await processes.Supervisor.start(
+            self._process_fact,
+            zygote=zygote_plan(self._options, self._environ),
+            isolate=self._options.isolate == "pid",
+        )
         try:
             async with self._tasks:
                 await self._attend()
@@ -218,6 +224,9 @@ class Launcher:
             case processes.HelperEnded():
                 if fact.name == OwnDaemon.NAME and self._early is None:
                     self._tasks.create_task(self._daemon_again())
+            case processes.ZygoteEnded():
+                if not fact.missing:
+                    self._say(model.Topic.WARN, f"the zygote ended ({fact.text}); workers are started by exec")
             case processes.SpawnerEnded():
                 self._say(model.Topic.WARN, f"{fact.text}; all processes of this node ended with it")
             case _:
@@ -325,6 +334,7 @@ class Launcher:
 
     async def _stop(self, order: model.Stop) -> None:
         assert self._workers is not None
+        self._supervisor.withdraw()
         async with self._processing:
             grace_s = 0.0 if self._hurried else order.grace_s
             # Workers inherit what this process was started with ignored, as a script's background jobs are with SIGINT.

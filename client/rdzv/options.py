@@ -21,6 +21,7 @@ from rdzv.values import (
     as_console,
     as_exit_codes,
     as_filters,
+    as_modules,
     as_name,
     as_nnodes,
     as_on_daemon_loss,
@@ -76,8 +77,10 @@ class Options:
     local_ranks_filter: tuple[int, ...]  # empty: all
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
+    start_method: Literal["zygote", "exec"]
+    preload: tuple[str, ...]  # modules that the zygote imports besides torch
+    isolate: Literal["", "pid"]
     # Read and checked, and not acted on; `notes` says so where they were given.
-    start_method: str
     monitor_interval_s: float
     event_log_handler: str
     logs_specs: str | None
@@ -98,7 +101,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     conf = values.take("rdzv_conf", RdzvConf(), reading(parse_rdzv_conf))
     notes += [f"--rdzv-conf: {note}" for note in conf.notes]
     run_id = values.take("rdzv_id", "", as_name)
-    how = _how(values, line)
+    how = _how(values, line, notes)
     notes += _notes(values, environ)
     return Options(
         min_nodes=place.nodes[0],
@@ -125,7 +128,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         no_retry_exit_codes=values.take("no_retry_exit_codes", frozenset(), as_exit_codes),
         console=values.take("console", "all", as_console),
         signals_to_handle=values.take("signals_to_handle", tuple(_SIGNALS.split(",")), as_signals),
-        start_method=values.take("start_method", "exec", as_choice("exec", "spawn", "fork", "forkserver")),
+        start_method=how.start_method,
+        preload=values.take("preload", (), as_modules),
+        isolate="pid" if values.take("isolate", "", as_choice("pid")) else "",
         monitor_interval_s=values.take("monitor_interval", 0.1, as_seconds),
         log_dir=values.take("log_dir", None, as_text),
         redirects=values.take("redirects", "0", as_streams),
@@ -174,9 +179,10 @@ class _How:
     module: bool
     no_python: bool
     run_path: bool
+    start_method: Literal["zygote", "exec"]
 
 
-def _how(values: Values, line: CommandLine) -> _How:
+def _how(values: Values, line: CommandLine, notes: list[str]) -> _How:
     """How workers run the script. --run-path outranks the other two, as torchrun's does."""
     run_path = values.flag("run_path")
     module = values.flag("module") and not run_path
@@ -185,7 +191,27 @@ def _how(values: Values, line: CommandLine) -> _How:
         raise UsageError("--module and --no-python exclude each other: a module is run by python; leave out one")
     if not module and not no_python:
         _check_script(line.script)
-    return _How(module, no_python, run_path)
+    forkable = not no_python and (module or _is_source(line.script))
+    return _How(module, no_python, run_path, _start_method(values, forkable, notes))
+
+
+def _start_method(values: Values, forkable: bool, notes: list[str]) -> Literal["zygote", "exec"]:
+    """torchrun's values have no effect on scripts there; here they choose what comes nearest."""
+    given = values.given.get("start_method")
+    asked = values.take("start_method", "zygote", as_choice("zygote", "exec", "spawn", "fork", "forkserver"))
+    method: Literal["zygote", "exec"] = "exec" if asked in ("exec", "spawn") or not forkable else "zygote"
+    if given is not None and asked in ("spawn", "fork", "forkserver"):
+        notes.append(f"{given.source}={asked}: taken as {method}")
+    elif given is not None and asked != method:
+        notes.append(f"{given.source}={asked} has no effect: only Python source can be run by a forked process")
+    if method == "exec" and values.text("preload"):
+        notes.append(f"{values.given['preload'].source} has no effect: it is for --start-method=zygote")
+    return method
+
+
+def _is_source(script: str) -> bool:
+    """Whether it is a directory or zip file with a __main__.py, or a file of Python text."""
+    return os.path.isdir(script) or (os.path.isfile(script) and not script.endswith(".pyc"))
 
 
 def _check_script(script: str) -> None:
@@ -325,9 +351,6 @@ def _notes(values: Values, environ: Mapping[str, str]) -> list[str]:
     handler = values.text("event_log_handler")
     if handler not in ("", "null"):
         found.append(f"{given['event_log_handler'].source}={handler} has no effect: no events are recorded")
-    method = values.text("start_method")
-    if method in ("fork", "forkserver"):
-        found.append(f"{given['start_method'].source}={method} is not supported yet: workers are started by exec")
     if "monitor_interval" in given:
         found.append(f"{given['monitor_interval'].source} has no effect: the end of a worker is noticed at once")
     if environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":

@@ -181,6 +181,14 @@ def as_exit_codes(given: Given) -> frozenset[int]:
     return frozenset(found)
 
 
+def as_modules(given: Given) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in given.text.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            given.refuse(f"{name!r} is no module; expected names as in an import statement, separated by commas")
+    return names
+
+
 def as_filters(given: Given) -> tuple[str, ...]:
     """Texts between commas; a comma within one is written twice."""
     return tuple(part.replace("\0", ",") for part in given.text.replace(",,", "\0").split(","))

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rdzv.processes.supervisor import ZygotePlan
+
 if TYPE_CHECKING:
     from rdzv.options import Options
     from rendezvousd.v1.rendezvous_pb2 import Assigned
@@ -36,7 +38,7 @@ def worker_environment(
     """
     return {
         **base,
-        **_defaults(base, assigned),
+        **standing_defaults(base, assigned.slots),
         **_torchruns(assigned, local_rank, role=role),
         **(_virtual(base, local_rank) if virtual_local_rank else {}),
         "TORCHELASTIC_RUN_ID": run_id,
@@ -61,10 +63,21 @@ def worker_argv(options: Options, environ: Mapping[str, str], local_rank: int) -
     return (python, "-u", *module, _with_local_rank(options.training_script, local_rank), *args)
 
 
-def _defaults(base: Mapping[str, str], assigned: Assigned) -> dict[str, str]:
-    """What holds unless the user has set it."""
+def zygote_plan(options: Options, environ: Mapping[str, str]) -> ZygotePlan | None:
+    """What workers are to be forked from; None: they are not."""
+    if options.start_method != "zygote":
+        return None
+    return ZygotePlan(
+        worker_argv=worker_argv(options, environ, 0),
+        env={**environ, **standing_defaults(environ, options.nproc_per_node)},
+        modules=("torch", *options.preload),
+    )
+
+
+def standing_defaults(base: Mapping[str, str], slots: int) -> dict[str, str]:
+    """What holds in every round unless the user has set it."""
     found = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
-    if assigned.slots > 1 and "OMP_NUM_THREADS" not in base:
+    if slots > 1 and "OMP_NUM_THREADS" not in base:
         found["OMP_NUM_THREADS"] = "1"  # every worker would start as many threads as the host has CPUs
     return found
 

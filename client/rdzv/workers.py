@@ -63,7 +63,16 @@ class Workers:
                 virtual_local_rank=options.virtual_local_rank,
             )
             argv = worker_argv(options, self._environ, local_rank)
-            commands.append(WorkerCommand(local_rank=local_rank, argv=argv, env=env, stdout=stdout, stderr=stderr))
+            commands.append(
+                WorkerCommand(
+                    local_rank=local_rank,
+                    fork=options.start_method == "zygote",
+                    argv=argv,
+                    env=env,
+                    stdout=stdout,
+                    stderr=stderr,
+                )
+            )
         return commands
 
     def started(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rdzv.processes import tree
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
 from rdzv.processes.supervisor import HelperEnded
 from tests.e2e.processes_kit import LIMIT_S, Node, fds, marked, node, script, until
@@ -145,15 +146,8 @@ def test_fifty_stores_leave_nothing_behind() -> None:
 
 
 def _holders(below: int) -> list[int]:
-    """The store holders that descend from a process by way of a spawner."""
-    found = []
-    for spawner in _children(below):
-        found += [pid for pid in _children(spawner) if b"store_holder.py" in _cmdline(pid)]
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The store holders that descend from a process."""
+    return [pid for pid in tree.descendants(below) if b"store_holder.py" in _cmdline(pid)]
 
 
 def _cmdline(pid: int) -> bytes:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rendezvousd import config, logs
+from rendezvousd import logs
 from rendezvousd.config import OPTIONS, Address, Config, ConfigError, EtcdOptions, load
 from rendezvousd.core.settings import Limits, Timing
+from rendezvousd.options import WORKER_VARIABLES, Option
 
 REFERENCE = Path(__file__).parents[2] / "deploy" / "rendezvousd.toml"
 
@@ -195,7 +196,7 @@ def test_unknown_variables_are_errors_except_those_of_others() -> None:
     assert "unknown variable RENDEZVOUSD_SETTEL: did you mean RENDEZVOUSD_SETTLE?" in refusal(
         [], {"RENDEZVOUSD_SETTEL": "3"}
     )
-    workers = dict.fromkeys(config.WORKER_VARIABLES, "x")
+    workers = dict.fromkeys(WORKER_VARIABLES, "x")
     kubernetes = {
         "RENDEZVOUSD_SERVICE_HOST": "10.0.0.1",
         "RENDEZVOUSD_SERVICE_PORT_GRPC": "29400",
@@ -217,7 +218,7 @@ def test_help_and_version_end_the_program(flag: str, capsys: pytest.CaptureFixtu
 
 
 @given(st.sampled_from([option for option in OPTIONS if option.name != "ready-fd"]), st.text(max_size=12))
-def test_any_text_is_taken_or_refused_in_one_line(option: config.Option, text: str) -> None:
+def test_any_text_is_taken_or_refused_in_one_line(option: Option, text: str) -> None:
     refused = None
     try:
         load([f"{option.flag}={text}"], {})

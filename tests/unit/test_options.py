@@ -47,7 +47,7 @@ SAMPLES: dict[str, tuple[str | None, Callable[[Options], object], object]] = {
     "standalone": (None, lambda o: o.standalone, True),
     "max_restarts": ("4", lambda o: o.max_restarts, 4),
     "monitor_interval": ("0.5", lambda o: o.monitor_interval_s, 0.5),
-    "start_method": ("fork", lambda o: o.start_method, "fork"),
+    "start_method": ("spawn", lambda o: o.start_method, "exec"),
     "event_log_handler": ("console", lambda o: o.event_log_handler, "console"),
     "role": ("trainer", lambda o: o.role, "trainer"),
     "module": (None, lambda o: o.module, True),
@@ -133,10 +133,33 @@ def test_what_is_not_acted_on_is_said_once(dest: str) -> None:
 
 
 def test_what_says_nothing_new_needs_no_note() -> None:
-    quiet = ["--redirects=3", "--tee=0:1,1:0", "--event-log-handler=null", "--start-method=spawn", "--log-dir=/logs"]
+    quiet = ["--redirects=3", "--tee=0:1,1:0", "--event-log-handler=null", "--start-method=exec", "--log-dir=/logs"]
     quiet += ["--duplicate-stdout-filters=a", "--local-ranks-filter=0", "--signals-to-handle=SIGTERM,SIGUSR1"]
     assert options("--rdzv-endpoint=head", *quiet).notes == ()
     assert options("--rdzv-backend=rendezvousd").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "note"),
+    [
+        ([], "zygote", ""),
+        (["--start-method=forkserver"], "zygote", "--start-method=forkserver: taken as zygote"),
+        (["--start-method=spawn"], "exec", "--start-method=spawn: taken as exec"),
+        (["--no-python"], "exec", ""),
+        (["--no-python", "--start-method=zygote"], "exec", "--start-method=zygote has no effect"),
+        (["--start-method=exec", "--preload=numpy"], "exec", "--preload has no effect"),
+    ],
+)
+def test_workers_are_forked_where_python_runs_source(given: list[str], method: str, note: str) -> None:
+    found = options("--rdzv-endpoint=head", *given)
+    assert found.start_method == method
+    assert len(found.notes) == bool(note)
+    assert all(each.startswith(note) for each in found.notes)
+
+
+def test_preloads_are_modules() -> None:
+    assert options("--preload=numpy, a.b_c,").preload == ("numpy", "a.b_c")
+    assert "--preload=a/b: 'a/b' is no module" in refusal("--preload=a/b")
 
 
 def test_variables_of_torchrun_are_honoured_or_explained() -> None:

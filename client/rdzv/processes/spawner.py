@@ -8,32 +8,36 @@ death below it, stops what it is told to stop, and outlives the launcher just lo
                                away the rest
     a child loses its parent   it is adopted here (subreaper), reaped when it ends, and swept away at the next stop
 
-Run by path as `python -S -E -s spawner.py SOCKET IGNORED NOFILE`: the descriptor of the socket, the signals that the
+A process is started by fork and exec, or, where the order says `fork` and there is a zygote, out of that: it is born as
+a grandchild of the zygote and adopted by the spawner at once, so that all are its children and none is treated
+differently. What waits for a zygote that dies before it is ready is started by exec.
+
+A fork of the keeper, which was started by path with these arguments: the descriptor of the socket, the signals that the
 launcher was started with ignored (comma separated), and the limit of open files it was started with. Working directory,
 umask and signal mask are those the launcher was started with, by plain inheritance.
 
 The wire. From the launcher, each with a field `do`:
 
-    start {id, kind: worker|helper, argv, env} + descriptors   they become 0, 1, 2, ... of the new process
+    zygote {argv, env, prepare} + descriptors 0, 1, 2          `prepare` is for the zygote
+    start {id, kind: worker|helper, fork, argv, env} + descriptors   they become 0, 1, 2, ... of the new process
+    withdraw {}                                                workers that still wait for the zygote to be ready
     stop {signal, grace_s}                                     workers, and whatever else is not a helper
     hurry {}                                                   the stop in progress has no grace left
     signal {signal}                                            each worker that runs its program, alone
     end {id, grace_s}                                          one helper
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
-ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; stopped {left}.
+ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; stopped {left}; zygote_ended {text, missing, exit_code,
+signal}. Before all others, and as the last: refused {text}.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import resource
 import select
 import signal
-import socket
-import sys
 import time
 
 TYPE_CHECKING = False  # as in typing, which costs milliseconds to import
@@ -42,36 +46,22 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from rdzv.processes import tree
-    from rdzv.processes.wire import Body, Channel, Gone, to_bytes
+    from rdzv.processes.clearing import SWEEP_S, TICK_S, clear, dead_child, send
+    from rdzv.processes.starting import Order, Zygote, start
+    from rdzv.processes.wire import Body, Channel, Gone
 else:  # run by path: sys.path[0] is this directory
     import tree
-    from wire import Channel, Gone, to_bytes
+    from clearing import SWEEP_S, TICK_S, clear, dead_child, send
+    from starting import Order, Zygote, start
+    from wire import Channel, Gone
 
 # From TERM to KILL for what is left of a group whose leader has ended. An immediate KILL would also take
 # multiprocessing's resource_tracker, which then leaves its files in /dev/shm.
 LINGER_S = 0.1
-# How long a stop goes on after KILL, and how long we go on after the launcher's death. Only processes in
-# uninterruptible sleep live that long, and nobody can hurry those.
-SWEEP_S = 5.0
-# Between two rounds of killing; a self-respawning chain loses against it.
-TICK_S = 0.01
+# A fork takes milliseconds. A zygote that owes one for so long after the grace is stuck, and holds up the stop.
+STUCK_S = 2.0
 
-# Signals that this process, or any Python, treats otherwise than a program expects to find them.
-ALTERED = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-    signal.SIGCHLD,
-)
-
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Process:
@@ -79,11 +69,11 @@ class Process:
 
     __slots__ = ("exec_fd", "ident", "is_worker", "kill_at", "pid")
 
-    def __init__(self, ident: int, pid: int, is_worker: bool, exec_fd: int) -> None:
-        self.ident = ident
+    def __init__(self, order: Order, pid: int, exec_fd: int = -1) -> None:
+        self.ident = order.ident
         self.pid = pid
-        self.is_worker = is_worker
-        self.exec_fd = exec_fd  # tells how its exec went; -1 once told
+        self.is_worker = order.is_worker
+        self.exec_fd = exec_fd  # tells how its exec went; -1 once told, or without one
         self.kill_at = float("inf")  # a helper that was told to end
 
 
@@ -106,6 +96,9 @@ class Spawner:
         self._processes: dict[int, Process] = {}  # by pid
         self._lingering: dict[int, float] = {}  # group whose leader has ended → when it is killed
         self._stop: Stop | None = None
+        self._zygote: Zygote | None = None
+        self._waiting: list[Order] = []  # for the zygote to be ready, or buried
+        self._forking: dict[int, Order] = {}  # by the descriptor that tells the pid
 
     def run(self) -> NoReturn:
         """Serve until the launcher is gone, which Gone tells."""
@@ -114,10 +107,13 @@ class Spawner:
             readable = self._wait()
             if self._wakeup_fd in readable:
                 os.read(self._wakeup_fd, 4096)
-            for process in list(self._processes.values()):
-                if process.exec_fd in readable:
-                    self._tell_exec(process)
+            # Those who are about to exec first: what comes after may start others, with descriptors of the same number.
+            for process in [p for p in self._processes.values() if p.exec_fd in readable]:
+                self._tell_exec(process)
+            self._hear_forks()
             self._reap()
+            if self._zygote is not None and self._zygote.channel.fileno() in readable:
+                self._hear_zygote(self._zygote)
             if self._channel.fileno() in readable:
                 for body, fds in self._channel.receive():
                     self._obey(body, fds)
@@ -127,11 +123,14 @@ class Spawner:
     def _wait(self) -> set[int]:
         """Sleep until something happens or is due. Returns the descriptors that can be read or have ended."""
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._channel.pending else 0))
+        for channel in (self._channel, *([] if self._zygote is None else [self._zygote.channel])):
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         poll.register(self._wakeup_fd, select.POLLIN)
         for process in self._processes.values():
             if process.exec_fd >= 0:
                 poll.register(process.exec_fd, select.POLLIN)
+        for start_fd in self._forking:
+            poll.register(start_fd, select.POLLIN)
         due = self._due(time.monotonic())
         return {fd for fd, _ in poll.poll(None if due is None else due * 1000)}
 
@@ -148,39 +147,49 @@ class Spawner:
     def _obey(self, body: Body, fds: list[int]) -> None:
         match body["do"]:
             case "start":
-                self._start(body, fds)
+                self._start(Order(body, fds))
+            case "withdraw":
+                self._withdraw(lambda order: order.is_worker)
             case "stop":
                 self._begin_stop(body["signal"], body["grace_s"])
             case "hurry":
                 if self._stop is not None:
                     self._stop.kill_at = 0.0
             case "signal":
-                for process in self._workers():
-                    if process.exec_fd < 0:
-                        send(os.kill, process.pid, body["signal"])
+                self._signal(body["signal"])
             case "end":
                 self._end(body["id"], body["grace_s"])
+            case "zygote":
+                self._start_zygote(Order({**body, "id": 0, "kind": "helper"}, fds))
             case unknown:
                 raise ValueError(f"the launcher asks for {unknown!r}")
 
-    def _start(self, body: Body, fds: list[int]) -> None:
-        """How a process comes to be is known here and in `_become` alone; all else goes by its pid."""
-        argv = [to_bytes(word) for word in body["argv"]]
-        env = {to_bytes(name): to_bytes(value) for name, value in body["env"].items()}
-        own_pid = os.getpid()
-        exec_fd, child_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            pid = os.fork()
-        except OSError as refused:
-            os.close(exec_fd)
-            self._channel.post({"is": "failed", "id": body["id"], "text": f"cannot fork: {refused.strerror}"})
+    def _start(self, order: Order) -> None:
+        if not order.body["fork"] or self._zygote is None:
+            self._exec(order)
+        elif self._zygote.ready:
+            self._fork(self._zygote, order)
         else:
-            if pid == 0:
-                _become(argv, env, fds, child_fd, own_pid, self._ignored)
-            self._processes[pid] = Process(body["id"], pid, body["kind"] == "worker", exec_fd)
-        os.close(child_fd)
-        for fd in fds:
-            os.close(fd)
+            self._waiting.append(order)
+
+    def _exec(self, order: Order) -> None:
+        try:
+            pid, exec_fd = start(order, self._ignored)
+        except OSError as refused:
+            self._fail(order, f"cannot fork: {refused.strerror}")
+        else:
+            self._processes[pid] = Process(order, pid, exec_fd)
+
+    def _fail(self, order: Order, text: str) -> None:
+        order.close()
+        self._channel.post({"is": "failed", "id": order.ident, "text": text})
+
+    def _withdraw(self, which: Callable[[Order], bool]) -> None:
+        for order in list(filter(which, self._waiting)):
+            self._waiting.remove(order)
+            self._fail(order, "stopped before it was started")
+        for order in filter(which, self._forking.values()):
+            order.withdrawn = True
 
     def _tell_exec(self, process: Process) -> None:
         """The exec of `process` has succeeded or failed: tell which. A failed one is as if it never was."""
@@ -200,27 +209,99 @@ class Spawner:
             self._stop = Stop(kill_at)
         else:
             self._stop.kill_at = min(self._stop.kill_at, kill_at)
+        self._withdraw(lambda order: order.is_worker)
         for process in self._workers():
             # Before its exec a process would miss the signal, and has run nothing that deserves one.
             signal_group(process, number if process.exec_fd < 0 else signal.SIGKILL)
             signal_group(process, signal.SIGCONT)  # a stopped process could not obey
 
+    def _signal(self, number: int) -> None:
+        for process in self._workers():
+            if process.exec_fd < 0:
+                send(os.kill, process.pid, number)
+
     def _end(self, ident: int, grace_s: float) -> None:
+        self._withdraw(lambda order: order.ident == ident)
         for process in self._processes.values():
             if process.ident == ident:
                 process.kill_at = time.monotonic() + grace_s
                 signal_group(process, signal.SIGTERM)
 
+    # ------------------------------------------------------------------------------------------------ the zygote
+
+    def _start_zygote(self, order: Order) -> None:
+        try:
+            self._zygote = Zygote(order, self._ignored)
+        except OSError as refused:
+            order.close()
+            text = f"cannot fork: {refused.strerror}"
+            self._channel.post({"is": "zygote_ended", "text": text, "missing": False, "exit_code": 0, "signal": 0})
+
+    def _fork(self, zygote: Zygote, order: Order) -> None:
+        try:
+            self._forking[zygote.fork(order)] = order
+        except Gone:
+            self._waiting.append(order)  # its death will be noticed
+        except OSError as refused:
+            self._fail(order, f"cannot fork: {refused.strerror}")
+
+    def _hear_zygote(self, zygote: Zygote) -> None:
+        try:
+            zygote.channel.flush()
+            zygote.hear()
+        except Gone:
+            send(os.kill, zygote.pid, signal.SIGKILL)  # it may have lost its descriptors only
+            return
+        if zygote.ready:
+            waiting, self._waiting = self._waiting, []
+            for order in waiting:
+                self._fork(zygote, order)
+
+    def _hear_forks(self) -> None:
+        """Find out what became of those that the zygote was to fork."""
+        for start_fd, order in list(self._forking.items()):
+            try:
+                text = os.read(start_fd, 4096)
+            except BlockingIOError:
+                continue
+            os.close(start_fd)
+            del self._forking[start_fd]
+            if text.isdigit():
+                self._born(order, int(text))
+            elif text or order.withdrawn:
+                self._fail(order, text.decode("utf-8", "replace") or "stopped before it was started")
+            else:  # neither it nor anybody who might have become it is there any more
+                self._exec(order)
+
+    def _born(self, order: Order, pid: int) -> None:
+        order.close()
+        process = self._processes[pid] = Process(order, pid)
+        self._channel.post({"is": "started", "id": order.ident, "pid": pid})
+        if order.withdrawn:  # it has run nothing that deserves a grace
+            signal_group(process, signal.SIGKILL)
+
+    def _bury_zygote(self, zygote: Zygote, dead: os.waitid_result) -> None:
+        os.waitpid(zygote.pid, 0)
+        self._zygote = None
+        self._channel.post({"is": "zygote_ended", **zygote.close(), **_how(dead)})
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self._exec(order)
+
     # ------------------------------------------------------------------------------------------------ deaths
 
     def _reap(self) -> None:
         """Bury all who have ended: children that were started here, and adopted ones."""
-        while (dead := _dead_child()) is not None:
+        while (dead := dead_child()) is not None:
+            if dead.si_pid not in self._processes:
+                self._hear_forks()  # it may just have said who it is
             process = self._processes.get(dead.si_pid)
-            if process is None:
-                os.waitpid(dead.si_pid, 0)
-            else:
+            if process is not None:
                 self._bury(process, dead)
+            elif self._zygote is not None and self._zygote.pid == dead.si_pid:
+                self._bury_zygote(self._zygote, dead)
+            else:
+                os.waitpid(dead.si_pid, 0)
 
     def _bury(self, process: Process, dead: os.waitid_result) -> None:
         if process.exec_fd >= 0:
@@ -231,16 +312,7 @@ class Spawner:
         signal_group(process, signal.SIGTERM)
         os.waitpid(process.pid, 0)
         del self._processes[process.pid]
-        exited = dead.si_code == os.CLD_EXITED
-        self._channel.post(
-            {
-                "is": "ended",
-                "id": process.ident,
-                "exit_code": dead.si_status if exited else 0,
-                "signal": 0 if exited else dead.si_status,
-                "at": time.monotonic(),
-            }
-        )
+        self._channel.post({"is": "ended", "id": process.ident, **_how(dead), "at": time.monotonic()})
         # From here on its remaining members reserve the number. If all of them end before the KILL, the number would
         # have to go round once within LINGER_S to name a stranger.
         if send(os.killpg, process.pid, 0):
@@ -263,7 +335,7 @@ class Spawner:
     def _advance_stop(self, stop: Stop, now: float) -> None:
         """TERM has been sent. Once all have obeyed, or the grace is over: KILL, until nobody is left."""
         if not stop.killed:
-            if now < stop.kill_at and (self._lingering or any(self._workers())):
+            if now < stop.kill_at and (self._lingering or self._unborn() or self._workers()):
                 return
             stop.killed = True
             stop.give_up_at = now + SWEEP_S
@@ -273,8 +345,11 @@ class Spawner:
                 send(os.killpg, group, signal.SIGKILL)
             self._lingering.clear()
         left = self._strays()
+        unborn = self._unborn()
+        if unborn and self._zygote is not None and now > stop.give_up_at - SWEEP_S + STUCK_S:
+            send(os.kill, self._zygote.pid, signal.SIGKILL)
         # A child that ended while /proc was read may have hidden others: then an empty answer is not the last word.
-        if (left or _dead_child() is not None) and now < stop.give_up_at:
+        if (left or unborn or dead_child() is not None) and now < stop.give_up_at:
             for pid in left:
                 send(os.kill, pid, signal.SIGKILL)
             return
@@ -283,56 +358,23 @@ class Spawner:
 
     def _strays(self) -> list[int]:
         """Children, adopted ones too, that are no helpers. The deeper ones become children as their parents die."""
+        children = tree.children(os.getpid())
+        self._hear_forks()  # who was adopted from the zygote has said so before
         helpers = {pid for pid, process in self._processes.items() if not process.is_worker}
-        return [pid for pid in tree.children(os.getpid()) if pid not in helpers]
+        if self._zygote is not None:
+            helpers.add(self._zygote.pid)
+        return [pid for pid in children if pid not in helpers]
+
+    def _unborn(self) -> bool:
+        return any(order.is_worker for order in self._forking.values())
 
     def _workers(self) -> list[Process]:
         return [process for process in self._processes.values() if process.is_worker]
 
 
-def _become(
-    argv: list[bytes], env: dict[bytes, bytes], fds: list[int], error_fd: int, parent: int, ignored: frozenset[int]
-) -> NoReturn:
-    """In the child: turn into the program. What prevents it is written to `error_fd`."""
-    try:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(127)
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        for number in ALTERED:
-            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-        # First out of the way of the numbers to be filled, then into place. All else is close-on-exec.
-        *above, error_fd = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(fds)) for fd in (*fds, error_fd)]
-        for place, fd in enumerate(above):
-            os.dup2(fd, place)
-        os.execvpe(argv[0], argv, env)
-    except OSError as refused:
-        text = refused.strerror
-        if isinstance(refused, FileNotFoundError) and os.path.exists(argv[0]):
-            text = "its interpreter (first line), or its loader, is missing"
-        os.write(error_fd, f"cannot run {os.fsdecode(argv[0])}: {text}".encode("utf-8", "replace"))
-    except BaseException as bug:  # noqa: BLE001  whatever it is, this copy of the spawner must not go on
-        os.write(error_fd, f"cannot run {os.fsdecode(argv[0])}: {bug!r}".encode("utf-8", "replace"))
-    finally:
-        os._exit(127)
-
-
-def _dead_child() -> os.waitid_result | None:
-    """A child that has ended and is not reaped; None: there is none. It stays unreaped."""
-    try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None
-
-
-def send(how: Callable[[int, int], None], target: int, number: int) -> bool:
-    """Send a signal with os.kill or os.killpg. Returns whether there was anybody who may be signalled."""
-    try:
-        how(target, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def _how(dead: os.waitid_result) -> Body:
+    exited = dead.si_code == os.CLD_EXITED
+    return {"exit_code": dead.si_status if exited else 0, "signal": 0 if exited else dead.si_status}
 
 
 def signal_group(process: Process, number: int) -> None:
@@ -341,39 +383,24 @@ def signal_group(process: Process, number: int) -> None:
         send(os.kill, process.pid, number)
 
 
-def clear() -> None:
-    """Kill everything below this process, leaves first, until nothing is left (SWEEP_S at most)."""
-    deadline = time.monotonic() + SWEEP_S
-    while time.monotonic() < deadline:
-        while (dead := _dead_child()) is not None:
-            os.waitpid(dead.si_pid, 0)
-        below = tree.descendants(os.getpid())
-        if not below:
-            return
-        for pid in below:
-            send(os.kill, pid, signal.SIGKILL)
-        time.sleep(TICK_S)
-
-
-def main() -> None:
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    socket_fd, ignored, nofile = sys.argv[1:]
-    _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def main(channel: Channel, ignored: frozenset[int], nofile: int) -> NoReturn:
+    """In a child of the keeper, until the launcher is gone. `ignored`: the signals that workers are to find ignored;
+    `nofile`: their soft limit of open files."""
+    keeper_pid = os.getppid()
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(nofile), hard))
-    os.set_inheritable(int(socket_fd), False)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, hard))
     wakeup_fd, signal_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    channel = Channel(socket.socket(fileno=int(socket_fd)))
     try:
-        Spawner(channel, wakeup_fd, frozenset(map(int, filter(None, ignored.split(","))))).run()
+        Spawner(channel, wakeup_fd, ignored).run()
     except Gone:
         pass
     finally:
         clear()
-
-
-if __name__ == "__main__":
-    main()
+        channel.close()
+        if keeper_pid and os.getppid() == keeper_pid:
+            os.kill(keeper_pid, signal.SIGCONT)  # one that was stopped would stay
+    os._exit(0)

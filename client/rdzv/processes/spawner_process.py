@@ -1,4 +1,4 @@
-"""The spawner, seen from the launcher: starting it, talking to it, noticing its death, clearing up after it."""
+"""The spawner and its keeper, seen from the launcher: starting them, talking, noticing their death, clearing up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOFILE_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 # An interpreter without site-packages is up in 0.03 s; on a node with a slow shared file system it has been seen to
 # take seconds.
 READY_S = 30.0
-# After its socket is closed the spawner clears up for SWEEP_S (5 s) at most; then it is killed.
+# After its socket is closed the spawner clears up for SWEEP_S (5 s) at most; then both are killed.
 CLOSE_S = 7.0
 # How long we kill what a dead spawner left behind, and the pause between two rounds of it.
 CLEAR_S = 5.0
@@ -48,18 +48,21 @@ class SpawnError(Exception):
 
 
 class SpawnerProcess:
-    """A running spawner. `on_body` gets its messages, `on_end` (once) what it died of, after its last message."""
+    """A running spawner, and the keeper above it: when one of them ends, so does the other. `on_body` gets the
+    spawner's messages, `on_end` (once) what they died of, after the last message."""
 
-    def __init__(self, on_body: Callable[[Body], None], on_end: Callable[[str], None]) -> None:
-        """Starts the process, in this thread, without forking Python. Raises SpawnError."""
+    def __init__(self, on_body: Callable[[Body], None], on_end: Callable[[str], None], *, isolate: bool) -> None:
+        """Starts the keeper, in this thread, without forking Python. `isolate`: in a PID namespace; pids that the
+        spawner tells are of that. Raises SpawnError."""
         self._loop = asyncio.get_running_loop()
         self._on_body = on_body
         self._on_end = on_end
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self.ended = asyncio.Event()
+        self.pid = 0  # the spawner's, once it is ready
         # Whoever descends from the launcher already is none of the spawner's.
         self._strangers = frozenset(tree.descendants(os.getpid()))
-        self._process, sock = _start()
+        self._process, sock = _start("pid" if isolate else "")
         self.link = Link(sock, self._hear, self.kill)
         try:
             self._pidfd = os.pidfd_open(self._process.pid)
@@ -71,7 +74,7 @@ class SpawnerProcess:
         self._loop.add_reader(self._pidfd, self._died)
 
     @property
-    def pid(self) -> int:
+    def keeper_pid(self) -> int:
         return self._process.pid
 
     async def ready(self) -> None:
@@ -98,24 +101,42 @@ class SpawnerProcess:
             await self.ended.wait()
 
     async def clear(self) -> tuple[int, dict[int, int]]:
-        """After its death: kill everything that it left behind, which the launcher has adopted. Returns how many could
-        not be killed in CLEAR_S, and for each child that was reaped here, pid → exit code, or -signal."""
+        """After their death: kill everything that they left behind, which the launcher has adopted. A spawner whose
+        keeper died is killed last, as it clears up too. Returns how many could not be killed in CLEAR_S, and for each
+        child that was reaped here, pid → exit code, or -signal."""
         statuses: dict[int, int] = {}
         deadline = self._loop.time() + CLEAR_S
         while True:
+            self._kill_adopted(statuses)
             below = tree.descendants(os.getpid(), without=self._strangers)
             if not below or self._loop.time() > deadline:
                 return len(below), statuses
+            spared = self.pid if any(pid != self.pid and not tree.is_dead(pid) for pid in below) else 0
             for pid in below:
-                _kill_and_reap(pid, statuses)
+                if pid != spared:
+                    _kill_and_reap(pid, statuses)
             await asyncio.sleep(CLEAR_TICK_S)
 
+    def _kill_adopted(self, statuses: dict[int, int]) -> None:
+        """Who replaces itself all the time may be gone before a look at all processes is over, but not before this."""
+        for pid in tree.children(os.getpid()):
+            if pid not in self._strangers and pid != self.pid:
+                _kill_and_reap(pid, statuses)
+
     def _hear(self, body: Body) -> None:
-        if body["is"] == "ready":
+        if body["is"] == "refused":
+            self._refuse(body["text"])
+        elif body["is"] == "ready":
+            self.pid = next(iter(tree.children(self._process.pid)), 0)
             if not self._ready.done():
                 self._ready.set_result(None)
         else:
             self._on_body(body)
+
+    def _refuse(self, text: str) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(SpawnError(text))
+            self._ready.exception()  # nobody may be waiting
 
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -125,21 +146,22 @@ class SpawnerProcess:
         self.link.close()
         code = self._process.wait()
         self.ended.set()
-        text = f"the spawner ended by itself: {describe_exit(max(code, 0), max(-code, 0))}"
-        if not self._ready.done():
-            self._ready.set_exception(SpawnError(text))
-            self._ready.exception()  # nobody may be waiting
+        # The keeper ends as the spawner did: by a shell's code for a signal.
+        exited, signalled = (code, 0) if 0 <= code <= 128 else (0, code - 128 if code > 128 else -code)
+        text = f"the spawner, or its keeper, ended by itself: {describe_exit(exited, signalled)}"
+        self._refuse(text)
         self._on_end(text)
 
 
-def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _start(isolate: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of the wire. Its stderr is ours: a traceback of it must not get lost."""
-    script = Path(__file__).with_name("spawner.py")
+    script = Path(__file__).with_name("keeper.py")
     ignored = ",".join(map(str, _IGNORED_AT_START))
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
         argv = [sys.executable, "-S", "-E", "-s", str(script), str(fd), ignored, str(_NOFILE_AT_START)]
+        argv.append(isolate)
         try:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True

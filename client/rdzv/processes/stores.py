@@ -47,7 +47,9 @@ class StoreHolder:
 
     NAME = "store-holder"
 
-    def __init__(self) -> None:
+    def __init__(self, *, fork: bool = False) -> None:
+        """`fork`: the holder comes from the supervisor's zygote, if there is one, and need not import torch again."""
+        self._fork = fork
         self._link: Link | None = None
         self._open: dict[str, int] = {}  # offer → port
         self._quiet: dict[int, float] = {}  # port that was used → until when it is left alone
@@ -59,14 +61,14 @@ class StoreHolder:
         return self._link is not None
 
     async def start(self, supervisor: Supervisor) -> None:
-        """Returns when the holder's process runs; it imports torch meanwhile. Raises SpawnError."""
+        """Returns when the holder's process is on its way; stores may be opened at once. Raises SpawnError."""
         self._lose()
         self.problem = ""
         ours, theirs = socket.socketpair()
         with theirs:
             link = self._link = Link(ours, self._hear, lambda: self._gone(link))
             try:
-                await supervisor.start_helper(self.NAME, _argv(), _env(), [theirs.fileno()])
+                await supervisor.begin_helper(self.NAME, _argv(), _env(), [theirs.fileno()], fork=self._fork)
             except BaseException:
                 self._lose()
                 raise

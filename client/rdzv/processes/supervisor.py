@@ -13,8 +13,10 @@ import signal as signals
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from rdzv.errors import describe_exit
 from rdzv.processes.spawner_process import SpawnerProcess, SpawnError, become_subreaper
 from rdzv.processes.wire import to_text
 
@@ -32,11 +34,21 @@ class WorkerCommand:
     """One worker to start. The working directory and umask are those the launcher was started with."""
 
     local_rank: int
+    fork: bool = False  # from the zygote, if there is one: argv is PYTHON [-u] SCRIPT ... or PYTHON [-u] -m MODULE ...
     argv: tuple[str, ...]  # argv[0] without a slash is looked up in the PATH of `env`
     env: Mapping[str, str]  # all of it
     stdin: int = 0
     stdout: int = 1
     stderr: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygotePlan:
+    """A zygote that workers can be forked from."""
+
+    worker_argv: tuple[str, ...]  # of any worker: its python, which is run, and where it finds modules
+    env: Mapping[str, str]  # what workers are started with, less what is the round's or the rank's
+    modules: tuple[str, ...]  # to import, "torch" first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +64,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperEnded:
-    """A helper has ended though nobody told it to."""
+    """A helper has ended though nobody told it to, or could not be started by `begin_helper` (exit code 127)."""
 
     name: str
     exit_code: int
@@ -67,7 +79,15 @@ class SpawnerEnded:
     text: str
 
 
-ProcessFact: TypeAlias = WorkerEnded | HelperEnded | SpawnerEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteEnded:
+    """There is no zygote (any more): from here on all are started by exec. Those that run are not touched."""
+
+    text: str
+    missing: bool  # there is no torch: nothing is wrong
+
+
+ProcessFact: TypeAlias = WorkerEnded | HelperEnded | SpawnerEnded | ZygoteEnded
 
 
 class SpawnFailed(Exception):
@@ -116,12 +136,15 @@ class _Worker(_Child):
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Helper(_Child):
     name: str
+    awaited: bool  # somebody is told if it cannot be started
 
 
 class Supervisor:
     """The processes of one node. Made by `start`; belongs to the loop and the thread it was started in."""
 
-    def __init__(self, on_fact: Callable[[ProcessFact], None]) -> None:
+    def __init__(self, on_fact: Callable[[ProcessFact], None], zygote: ZygotePlan | None, isolate: bool) -> None:
+        self._zygote_plan = zygote
+        self._isolate = isolate
         self._loop = asyncio.get_running_loop()
         self._on_fact = on_fact
         self._spawner: SpawnerProcess | None = None
@@ -134,9 +157,12 @@ class Supervisor:
         self._was_subreaper = become_subreaper(True)
 
     @classmethod
-    async def start(cls, on_fact: Callable[[ProcessFact], None]) -> Supervisor:
-        """With its spawner running. `on_fact` is called in this thread, from the loop. Raises SpawnError."""
-        self = cls(on_fact)
+    async def start(
+        cls, on_fact: Callable[[ProcessFact], None], *, zygote: ZygotePlan | None = None, isolate: bool = False
+    ) -> Supervisor:
+        """With its spawner running, and its zygote begun. `on_fact` is called in this thread, from the loop.
+        `isolate`: all processes are in a PID namespace, and the pids that are told are of that. Raises SpawnError."""
+        self = cls(on_fact, zygote, isolate)
         try:
             await self._need_spawner()
         except BaseException:
@@ -166,7 +192,7 @@ class Supervisor:
             )
             workers.append(worker)
             stdio = (command.stdin, command.stdout, command.stderr)
-            self._order(spawner, worker, command.argv, command.env, stdio)
+            self._order(spawner, worker, command.argv, command.env, stdio, fork=command.fork)
         try:
             results = await asyncio.gather(*(worker.started for worker in workers), return_exceptions=True)
         except asyncio.CancelledError:
@@ -204,6 +230,11 @@ class Supervisor:
         if self._spawner is not None:
             self._spawner.link.post({"do": "signal", "signal": int(number)})
 
+    def withdraw(self) -> None:
+        """Workers that still wait for the zygote to be ready are not to be started: their `spawn` fails."""
+        if self._spawner is not None:
+            self._spawner.link.post({"do": "withdraw"})
+
     def alive(self) -> int:
         """How many workers have been ordered and not ended."""
         return sum(isinstance(child, _Worker) for child in self._children.values())
@@ -220,19 +251,39 @@ class Supervisor:
         """A process that outlives rounds and survives `stop`. It finds `pass_fds` as its descriptors 3, 4, ... in that
         order, and its stdio is /dev/null: one that held the launcher's output would keep a pipeline from ending.
         Raises SpawnError, and ValueError for a name in use."""
-        if self._helper(name) is not None:
-            raise ValueError(f"there is a helper {name!r}")
-        spawner = await self._need_spawner()
-        helper = _Helper(started=self._loop.create_future(), name=name)
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._order(spawner, helper, argv, env, (null, null, null, *pass_fds))
-        finally:
-            os.close(null)
+        helper = await self._order_helper(name, argv, env, pass_fds, fork=False, awaited=True)
         try:
             return Helper(name=name, pid=await helper.started)
         except _NotStarted as why:
             raise SpawnError(f"helper {name!r}: {why}") from why
+
+    async def begin_helper(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int] = (), *, fork: bool
+    ) -> None:
+        """As `start_helper`, and does not wait until it runs, which may take until the zygote is ready. If it never
+        comes to run that is a fact."""
+        await self._order_helper(name, argv, env, pass_fds, fork=fork, awaited=False)
+
+    async def _order_helper(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        *,
+        fork: bool,
+        awaited: bool,
+    ) -> _Helper:
+        if self._helper(name) is not None:
+            raise ValueError(f"there is a helper {name!r}")
+        spawner = await self._need_spawner()
+        helper = _Helper(started=self._loop.create_future(), name=name, awaited=awaited)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._order(spawner, helper, argv, env, (null, null, null, *pass_fds), fork=fork)
+        finally:
+            os.close(null)
+        return helper
 
     async def stop_helper(self, name: str) -> None:
         """Returns when it is gone, also when it was so before. There will be no fact of it."""
@@ -254,6 +305,11 @@ class Supervisor:
         """0: none is running."""
         return 0 if self._spawner is None else self._spawner.pid
 
+    @property
+    def keeper_pid(self) -> int:
+        """0: none is running."""
+        return 0 if self._spawner is None else self._spawner.keeper_pid
+
     async def close(self) -> None:
         """Kill everything, helpers and spawner too. No fact comes after this is called. Idempotent."""
         if self._closed:
@@ -274,7 +330,9 @@ class Supervisor:
             if self._clearing is not None:
                 await asyncio.shield(self._clearing)
             if self._spawner is None:
-                self._spawner = SpawnerProcess(self._hear, self._spawner_ended)
+                self._spawner = SpawnerProcess(self._hear, self._spawner_ended, isolate=self._isolate)
+                if self._zygote_plan is not None:
+                    self._order_zygote(self._spawner, self._zygote_plan)
             spawner = self._spawner
             await spawner.ready()
             return spawner
@@ -310,6 +368,8 @@ class Supervisor:
         argv: Sequence[str],
         env: Mapping[str, str],
         fds: Sequence[int],
+        *,
+        fork: bool,
     ) -> None:
         self._number += 1
         self._children[self._number] = child
@@ -317,13 +377,28 @@ class Supervisor:
             "do": "start",
             "id": self._number,
             "kind": "worker" if isinstance(child, _Worker) else "helper",
-            "argv": [to_text(word) for word in argv],
-            "env": {to_text(name): to_text(value) for name, value in env.items()},
+            "fork": fork,
+            **_command(argv, env),
         }
         try:
             spawner.link.post(body, fds)
         except (OSError, ValueError) as refused:
             self._not_started(self._number, f"cannot hand over its files: {refused}")
+
+    def _order_zygote(self, spawner: SpawnerProcess, plan: ZygotePlan) -> None:
+        script = str(Path(__file__).with_name("zygote.py"))
+        body = {
+            "do": "zygote",
+            **_command((plan.worker_argv[0], "-u", script), plan.env),
+            "prepare": {"argv": list(plan.worker_argv), "modules": list(plan.modules)},
+        }
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            spawner.link.post(body, (null, 1, 2))
+        except OSError as refused:  # the launcher has no output: everybody is told so who needs it
+            self._tell(ZygoteEnded(text=f"cannot hand over the output: {refused.strerror}", missing=False))
+        finally:
+            os.close(null)
 
     def _hear(self, body: Body) -> None:
         match body["is"]:
@@ -342,12 +417,18 @@ class Supervisor:
                 if body["left"]:
                     log.warning("%d processes could not be killed (uninterruptible sleep?)", body["left"])
                 self._stopped(body["left"])
+            case "zygote_ended":
+                text = body["text"] or describe_exit(body["exit_code"], body["signal"])
+                self._tell(ZygoteEnded(text=text, missing=body["missing"]))
             case unknown:
                 raise ValueError(f"the spawner says {unknown!r}")
 
     def _not_started(self, number: int, text: str) -> None:
         child = self._children.pop(number)
         child.gone.set()
+        if isinstance(child, _Helper) and not child.awaited and not child.ordered:
+            log.warning("helper %r: %s", child.name, text)
+            self._tell(HelperEnded(name=child.name, exit_code=127, signal=0))
         if not child.started.done():
             child.started.set_exception(_NotStarted(text))
             child.started.exception()  # whoever asked may have been cancelled
@@ -385,3 +466,10 @@ class Supervisor:
     def _deliver(self, fact: ProcessFact) -> None:
         if not self._closed:
             self._on_fact(fact)
+
+
+def _command(argv: Sequence[str], env: Mapping[str, str]) -> Body:
+    return {
+        "argv": [to_text(word) for word in argv],
+        "env": {to_text(name): to_text(value) for name, value in env.items()},
+    }

@@ -34,6 +34,18 @@ def descendants(root: int, without: Collection[int] = ()) -> list[int]:
     return found
 
 
+def is_dead(pid: int) -> bool:
+    """Whether nothing of this process runs any more, reaped or not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = _after_name(file.read())
+    except OSError:
+        return True
+    # A process whose first thread has ended looks like a zombie while others run.
+    state, threads = fields[0], int(fields[17])
+    return state in (b"Z", b"X") and threads < 2
+
+
 def _families() -> dict[int, list[int]]:
     """parent pid → pids of its children. One pass over /proc: about 20 us a process."""
     families: dict[int, list[int]] = {}
@@ -45,7 +57,10 @@ def _families() -> dict[int, list[int]]:
                 stat = file.read()
         except OSError:
             continue  # it ended
-        # The second field is the program's name in parentheses, and may hold parentheses itself.
-        parent = int(stat[stat.rindex(b")") + 1 :].split(None, 2)[1])
-        families.setdefault(parent, []).append(int(name))
+        families.setdefault(int(_after_name(stat)[1]), []).append(int(name))
     return families
+
+
+def _after_name(stat: bytes) -> list[bytes]:
+    """The fields from the state on. The one before is the program's name in parentheses, and may hold some itself."""
+    return stat[stat.rindex(b")") + 1 :].split()
