@@ -96,7 +96,7 @@ def interpreter() -> dict[str, object]:
         ],
         "gc": [gc.isenabled(), gc.get_threshold(), gc.callbacks, gc.get_debug()],
         "gc.get_freeze_count()": gc.get_freeze_count() > 0,
-        "atexit._ncallbacks()": atexit._ncallbacks(),  # type: ignore[attr-defined]
+        "atexit._ncallbacks()": atexit._ncallbacks(),
         "builtins": sorted(vars(builtins)),
         "frames below": len(inspect.stack()) - 3,
         "warnings.filters before imports": FILTERS_AT_START,
