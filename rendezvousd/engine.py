@@ -193,11 +193,11 @@ class Engine:
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver or StoreLost."""
+        if generation and generation != self.term:  # first: a daemon that was restarted may not know the job yet
+            raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
         room = self.room(run_id)
         if job_uid != room.job.uid:
             raise NoSuchJob(f"job {run_id!r} was submitted anew; the one you belong to is over")
-        if generation and generation != self.term:
-            raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
         if round_uid and (room.job.running is None or room.job.running.uid != round_uid):
             raise RoundOver(f"the round you belong to is over: {room.explain(self.clock.now())}")
 

@@ -232,7 +232,7 @@ class Cable:
         self._server: asyncio.Server | None = None
         self.port = 0
         self.mute = False  # answers are lost
-        self.saw: Callable[[bytes], None] = lambda answer: None  # called with what comes from the member
+        self.saw: Callable[[bytes], None] = lambda answer: None  # called with what came from the member
         self.loses: Callable[[bytes], bool] = lambda answer: False  # such an answer never arrives: all is cut instead
 
     async def __aenter__(self) -> Cable:
@@ -278,8 +278,8 @@ class Cable:
                 if answers and self.loses(data):
                     self.cut()
                     return
-                if answers:
-                    self.saw(data)
                 sink.write(data)
                 await sink.drain()
+                if answers:
+                    self.saw(data)
         sink.close()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
 
 from rendezvousd.core.codec import Record, dump, load
 from rendezvousd.core.events import TimePassed
-from tests.sim.test_invariants import AnyHistory
+from tests.sim.test_invariants import HUNT, AnyHistory
 
 
 class AnyTakeover(AnyHistory):
@@ -57,5 +58,5 @@ class AnyTakeover(AnyHistory):
             evidence.at = now + (evidence.at - earliest)
 
 
-AnyTakeover.TestCase.settings = AnyHistory.TestCase.settings
+AnyTakeover.TestCase.settings = settings(AnyHistory.TestCase.settings, max_examples=HUNT or 60)
 TestAnyTakeover = AnyTakeover.TestCase

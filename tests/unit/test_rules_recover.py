@@ -265,3 +265,14 @@ def test_a_second_restart_changes_nothing() -> None:
         job = daemon.hear(member("a", 0))
         assert job.running is not None
         assert job.running.uid == ROUND
+
+
+def test_a_node_that_waited_for_a_first_round_before_the_restart_waits_for_it_now() -> None:
+    daemon = NewDaemon()
+    daemon.hear(newcomer("x"))
+    waited = replace(newcomer("a"), known=Known(job_uid=JobUid("of the daemon before")), resumed=True)
+    daemon.hear(waited)
+    assert not daemon.superseded
+    job = daemon.wait(TIMING.settle_s)
+    assert job.running is not None
+    assert sorted(seat.uid for seat in job.running.seats) == ["a", "x"]

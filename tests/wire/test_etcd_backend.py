@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from immutables import Map
 
 from rendezvousd.backends.etcd import EtcdBackend, Fence
 from rendezvousd.backends.etcd_client import Access, EtcdClient, prefix_end
@@ -191,6 +192,37 @@ def test_ten_thousand_nodes_fit(tmp_path: Path, program: Path | None) -> None:
             assert len(await keys(client)) == 1 + len(codec.dump(found).parts)
 
     with etcd(tmp_path, program=program) as cluster:
+        asyncio.run(story(cluster))
+
+
+def test_a_large_write_that_is_broken_off_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        async with (
+            Cable(cluster.members[0].client_port) as cable,
+            connected(cluster.access()) as witness,
+            leading(Access(endpoints=(cable.endpoint,))) as (_, backend),
+        ):
+            crowd = job(nodes=5000)
+            revision = await backend.write(crowd, expected=0)
+            before = set(await keys(witness))
+            nodes = Map((uid, replace(node, unreachables=1)) for uid, node in crowd.nodes.items())
+
+            def mute_after_a_success(answer: bytes) -> bool:
+                cable.mute = b"\x10\x01\x1a" in answer  # TxnResponse.succeeded is true, and responses follow
+                return cable.mute
+
+            cable.loses = mute_after_a_success
+            writing = asyncio.create_task(backend.write(replace(crowd, nodes=nodes), expected=revision))
+            await until(lambda: cable.mute)
+            writing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+            assert set(await keys(witness)) > before, "nothing was on its way"
+            found = (await stored(witness))["run"]
+            assert not any(node.unreachables for node in found.nodes.values())
+            assert set(await keys(witness)) == before
+
+    with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))
 
 

@@ -286,21 +286,22 @@ def test_a_watch_cut_right_after_its_creation_misses_nothing(tmp_path: Path) -> 
             connected(Access(endpoints=(cable.endpoint,))) as watcher,
             connected(cluster.access()) as writer,
         ):
-            cuts = 0
+            created = False
 
-            def cut_after_created(answer: bytes) -> None:
-                nonlocal cuts
-                if answer.endswith(b"\x18\x01") and cuts < 3:  # WatchResponse.created is true, and the last field
-                    cuts += 1
-                    asyncio.get_running_loop().call_soon(cable.cut)
+            def mute_after_created(answer: bytes) -> None:
+                nonlocal created
+                if answer.endswith(b"\x18\x01") and not created:  # WatchResponse.created is true, and the last field
+                    created = cable.mute = True
 
-            cable.saw = cut_after_created
+            cable.saw = mute_after_created
             async with following(watcher, after=1) as seen:
-                await until(lambda: cuts > 0)
-                keys = await put_many(writer, 20)  # the header of a later creation is ahead of these
+                await until(lambda: created)
+                keys = await put_many(writer, 20)  # the header of the next creation is ahead of these
+                assert not seen
+                cable.mute = False
+                cable.cut()
                 await until(lambda: len(seen) >= len(keys))
                 assert seen == keys
-                assert cuts == 3
 
     with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))

@@ -35,6 +35,8 @@ def instance(job: Job | None, event: NodeHeard, now: float) -> Instance:
         return Instance.THIS
     if gives_way(job, event):
         return Instance.THIS
+    if job.upstart and event.resumed and event.known.round == 0:
+        return Instance.THIS  # it was waiting for a first round when the daemon was restarted, as this job is
     if event.known.job_uid and (job.known.round > 0 or event.known.round == 0):
         return Instance.SUPERSEDED
     same_submission = bool(event.submission) and event.submission == job.submission
