@@ -39,6 +39,7 @@ from rendezvousd.core.model import (
     OnDaemonLoss,
     Outcome,
     Phase,
+    Recovery,
     Round,
     RoundUid,
     Seat,
@@ -52,6 +53,10 @@ VERSION = 1
 PER_PART = 64
 # Longest part; etcd takes requests of 1.5 MB, and a few names travel with it. Texts of failures can be longer together.
 PART_BYTES = 512 << 10
+
+# What broke a round is counted from the takeover, and so long after it: a member that is never heard again, of which the
+# new leader can only say that it was silent all the time, is taken for the first to fall, and not charged to its peers.
+LATER_S = 0.001
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
@@ -226,6 +231,10 @@ def _head(job: Job) -> dict[str, Any]:
             "final": round_.final,
             "done": round_.done,
         },
+        "recovering": None
+        if job.recovering is None
+        else {"uid": job.recovering.uid, "number": job.recovering.number, "size": job.recovering.size},
+        "upstart": job.upstart,
         "ending": None
         if ending is None
         else {"outcome": ending.outcome.value, "exit_code": ending.exit_code, "may_exit": ending.may_exit},
@@ -345,7 +354,7 @@ def _join(parts: Mapping[str, bytes]) -> dict[str, list[Any]]:
 
 
 def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now: float) -> Job:
-    spec, ending = fact["spec"], fact["ending"]
+    spec, ending, recovering = fact["spec"], fact["ending"], fact["recovering"]
     last_cause, end_cause = (c and _read_cause(c, now) for c in parts.get("causes", (None, None)))
     gone = [(NodeUid(uid), _read_departure(rest)) for uid, *rest in parts.get("gone", ())]
     job = Job(
@@ -377,6 +386,16 @@ def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now
             cause=end_cause,
             may_exit=ending["may_exit"],
         ),
+        # the window begins anew, and who was heard says it again
+        recovering=recovering
+        and Recovery(
+            uid=RoundUid(recovering["uid"]),
+            number=recovering["number"],
+            size=recovering["size"],
+            began_at=now,
+            last_at=now,
+        ),
+        upstart=fact["upstart"],
         last_arrival_at=now,
     )
     nodes = [_read_node(job, stored, now) for stored in parts.get("nodes", ())]
@@ -422,9 +441,7 @@ def _read_round(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], now: fl
         admitted=fact["admitted"],
         forfeits=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(forfeits) if letter != "."),
         ends=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(ends) if letter != "."),
-        # Nothing happened before the takeover, as far as its clock can tell: a member that is never heard again fell
-        # silent first, and is not charged to its peers.
-        evidence=tuple(_read_cause(stored, now) for stored in parts.get("evidence", ())),
+        evidence=tuple(_read_cause(stored, now + LATER_S) for stored in parts.get("evidence", ())),
         unreachable=frozenset(seats[i].uid for i, letter in enumerate(unreachable) if letter != "."),
         broken_at=now if fact["broken"] else None,
         final=fact["final"],

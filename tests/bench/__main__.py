@@ -14,7 +14,7 @@ from tests.bench.report import Case, machine, write_json
 HELP = """\
 benchmarks:
   launch      launch -> first all-reduce: 1 node x 2 workers (standalone), 2 nodes x 1
-  restart     worker SIGKILL -> first all-reduce of the next round: 1 x 2, 2 x 1
+  restart     worker SIGKILL -> first all-reduce of the next round: 1 x 2, 2 x 1, 1 x 8
   node_loss   launcher SIGKILL -> survivors' first all-reduce: 2:3, three nodes x 1
   join        a third node joins a job on two nodes (1:3) -> first all-reduce of three
   scale       N simulated nodes on real streams against a real daemon, and against a bare echo server

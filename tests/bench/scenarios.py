@@ -77,6 +77,7 @@ def _seconds(began: float, ended: float | None) -> float | None:
 
 
 SIDES: tuple[MakeSide, ...] = (Torchrun, Ours)
+START_SIDES: tuple[MakeSide, ...] = (*SIDES, partial(Ours, name="ours, exec", start_method="exec"))
 # After a loss torchrun waits for its "last call", 30 s unless told otherwise: as it comes, and with our settle time.
 LOSS_SIDES: tuple[MakeSide, ...] = (*SIDES, partial(Torchrun, name="torchrun, lc=3", conf="last_call_timeout=3"))
 # Here the last call only delays the first round, which is not measured.
@@ -86,19 +87,20 @@ JOIN_SIDES: tuple[MakeSide, ...] = (
     partial(Ours, name="ours, grow=now", conf="grow=now"),
 )
 SHAPES = (("1 node x 2 workers", 1, 2), ("2 nodes x 1 worker", 2, 1))
+RESTART_SHAPES = (*SHAPES, ("1 node x 8 workers", 1, 8))
 
 # name: what it measures, its stories by shape, its sides, and how often the peer is measured (None: as often as we are)
 BENCHES: dict[str, tuple[str, dict[str, Story], tuple[MakeSide, ...], int | None]] = {
     "launch": (
         "launch -> first all-reduce",
         {shape: partial(launch, nodes=nodes, workers=workers) for shape, nodes, workers in SHAPES},
-        SIDES,
+        START_SIDES,
         None,
     ),
     "restart": (
         "worker SIGKILL -> first all-reduce of the next round",
-        {shape: partial(restart, nodes=nodes, workers=workers) for shape, nodes, workers in SHAPES},
-        SIDES,
+        {shape: partial(restart, nodes=nodes, workers=workers) for shape, nodes, workers in RESTART_SHAPES},
+        START_SIDES,
         None,
     ),
     "node_loss": (

@@ -73,6 +73,7 @@ class Ours:
 
     name: str = "ours"
     conf: str = ""  # more of --rdzv-conf
+    start_method: str = "zygote"
     orphans: bool = False
     port: int = 0
 
@@ -100,5 +101,6 @@ class Ours:
         )
 
     def _start(self, scene: Stage, index: int, *options: str) -> subprocess.Popen[bytes]:
-        command = [command_path("rdzvrun"), *options, f"--max-restarts={MAX_RESTARTS}"]
+        common = [f"--max-restarts={MAX_RESTARTS}", f"--start-method={self.start_method}"]
+        command = [command_path("rdzvrun"), *options, *common]
         return scene.launch(f"rdzvrun-{index}", [*command, str(PROBE), str(scene.events_file)])

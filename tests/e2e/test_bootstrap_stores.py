@@ -123,6 +123,7 @@ def test_stores_listen_on_every_family_there_is() -> None:
 def test_fifty_stores_leave_nothing_behind() -> None:
     async def story() -> None:
         async with client() as user, holder_node() as (n, holder):
+            await until(lambda: _holders(os.getpid()), "the holder has started")
             [pid] = _holders(os.getpid())
 
             async def one(offer: str) -> None:

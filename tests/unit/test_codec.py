@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from immutables import Map
 
-from rendezvousd.core.codec import PART_BYTES, PER_PART, Record, RecordError, dump, load
+from rendezvousd.core.codec import LATER_S, PART_BYTES, PER_PART, Record, RecordError, dump, load
 from rendezvousd.core.events import NodeHeard, NodeLost
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import (
@@ -33,6 +33,7 @@ from rendezvousd.core.model import (
     NodeUid,
     Offer,
     Phase,
+    Recovery,
     Round,
     RoundUid,
     Seat,
@@ -89,6 +90,7 @@ JOBS = every(
     known=every(Known),
     calm=every(Calm),
     ending=st.none() | every(Ending, cause=st.none() | CAUSES),
+    recovering=st.none() | every(Recovery, heard=st.just(Map())),
     tally=st.just(Tally()),
 )
 
@@ -131,7 +133,7 @@ def as_stored(job: Job) -> Job:
             round_,
             sealed_at=NOW,
             broken_at=None if round_.broken_at is None else NOW,
-            evidence=tuple(replace(cause, at=NOW + (cause.at - earliest)) for cause in round_.evidence),
+            evidence=tuple(replace(cause, at=NOW + LATER_S + (cause.at - earliest)) for cause in round_.evidence),
         )
     if ending is not None:
         ending = replace(ending, at=NOW, cause=ending.cause and replace(ending.cause, at=NOW))
@@ -141,6 +143,7 @@ def as_stored(job: Job) -> Job:
         round=round_,
         ending=ending,
         last_cause=job.last_cause and replace(job.last_cause, at=NOW),
+        recovering=job.recovering and replace(job.recovering, began_at=NOW, last_at=NOW),
         last_arrival_at=NOW,
         enough_at=None,
         short_at=None,
@@ -243,8 +246,8 @@ def test_a_member_that_vanished_with_the_leader_outranks_the_failures_it_caused(
     a.fail(stage.now, failure(rank=0))
     stage.hear(a)
     taken_over(stage)
-    # All that the new leader can say of b's silence is that it has not heard it since before it read the record.
-    lost = NodeLost(uid=b.uid, silent_s=10.001, why="not heard since another daemon took over")
+    # all that the new leader can say of b is that it has been silent since the takeover
+    lost = NodeLost(uid=b.uid, silent_s=10.0, why="not heard since another daemon took over")
     job = step(stage.job, lost, stage.now + 10.0)
     assert job.round is not None
     assert job.round.final

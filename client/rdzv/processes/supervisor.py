@@ -426,7 +426,7 @@ class Supervisor:
     def _not_started(self, number: int, text: str) -> None:
         child = self._children.pop(number)
         child.gone.set()
-        if isinstance(child, _Helper) and not child.awaited and not child.ordered:
+        if isinstance(child, _Helper) and not (child.awaited or child.ordered or self._closed):
             log.warning("helper %r: %s", child.name, text)
             self._tell(HelperEnded(name=child.name, exit_code=127, signal=0))
         if not child.started.done():
