@@ -133,13 +133,15 @@ class Engine:
         self._revision = 0
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
 
-    def take_over(self, job: Job, stored: int) -> None:
+    def take_over(self, job: Job, stored: int, now: float) -> None:
         """Attend a job that a daemon before this one stored at this revision; before `run`.
 
-        Its nodes are believed until they could have found this daemon and been heard.
+        Its nodes are believed until they could have found this daemon and been heard. They count as heard at `now`, when
+        the job's timers were armed: before anything that is told of it from here on. What holds without anybody's word
+        is settled, and made durable, at once.
         """
-        self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=wakes_at(job))
-        now, believed = self.clock.now(), pace(job.spec.timing, len(job.nodes))
+        self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
+        believed = pace(job.spec.timing, len(job.nodes))
         patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
         for uid in job.nodes:
             self.table.attend(job.run_id, uid, ABSENT, now, patience)

@@ -67,8 +67,9 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         daemon_id=shared_id(config),
                         check_lead=term.check,
                     )
-                    for stored in await backend.load(engine.clock.now()):
-                        engine.take_over(stored.job, stored.revision)
+                    now = engine.clock.now()
+                    for stored in await backend.load(now):
+                        engine.take_over(stored.job, stored.revision, now)
                     term.check()
                     async with _attending(office, engine):
                         await engine.run()

@@ -54,9 +54,10 @@ PER_PART = 64
 # Longest part; etcd takes requests of 1.5 MB, and a few names travel with it. Texts of failures can be longer together.
 PART_BYTES = 512 << 10
 
-# What broke a round is counted from the takeover, and so long after it: a member that is never heard again, of which the
-# new leader can only say that it was silent all the time, is taken for the first to fall, and not charged to its peers.
-LATER_S = 0.001
+# What broke a round is counted from the takeover, and so long after it (1 ms): a member that is never heard again,
+# of which a new leader can only say that it was silent all the time, is taken for the first to fall, and is not charged
+# to its peers.
+LATER_S = 2**-10
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 

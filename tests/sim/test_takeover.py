@@ -40,18 +40,16 @@ class AnyTakeover(AnyHistory):
         stage.job_or_none = load(record.head, record.parts, seed=f"term {self.terms}", now=stage.now)
         self._tell_the_ledger()
         stage.apply(TimePassed())
+        stage.now += 2 * LATER_S  # nobody is heard in the same instant
 
     def _tell_the_ledger(self) -> None:
         """The judge goes on with what a new leader can know, too."""
         ledger, now = self.stage.ledger, self.stage.now
         for uid, word in ledger.words.items():
             ledger.words[uid] = replace(word, offer=None)
-        ledger.busy_since = dict.fromkeys(ledger.busy_since, now)
         book = ledger.book
         if book is None:
             return
-        book.sealed_at = now
-        book.broken_at = None if book.broken_at is None else now
         earliest = min((e.at for e in book.evidence), default=0.0)
         for evidence in book.evidence:
             evidence.at = now + LATER_S + (evidence.at - earliest)
