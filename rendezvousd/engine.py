@@ -136,9 +136,9 @@ class Engine:
     def take_over(self, job: Job, stored: int, now: float) -> None:
         """Attend a job that a daemon before this one stored at this revision; before `run`.
 
-        Its nodes are believed until they could have found this daemon and been heard. They count as heard at `now`, when
-        the job's timers were armed: before anything that is told of it from here on. What holds without anybody's word
-        is settled, and made durable, at once.
+        Its nodes are believed until they could have found this daemon and been heard. They count as heard at `now`,
+        when the job's timers were armed: before anything that is told of it from here on. What holds without anybody's
+        word is settled, and made durable, at once.
         """
         self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
         believed = pace(job.spec.timing, len(job.nodes))

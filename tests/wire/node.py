@@ -94,6 +94,14 @@ class WireNode:
                 await self.say()
         return self.place
 
+    async def ended(self) -> grpc.aio.AioRpcError:
+        """Wait until the daemon has ended the stream; returns with what status."""
+        async with asyncio.timeout(WAIT_S):
+            while self.error is None:
+                self._news.clear()
+                await self._news.wait()
+        return self.error
+
     async def assigned(self, round_: int = 0) -> pb.Assigned:
         """Wait for an assignment (of this round number, if given) and start to run it."""
         place = await self.until(

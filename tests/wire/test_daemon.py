@@ -79,10 +79,9 @@ def test_it_tells_its_nodes_that_it_goes_and_exits_0(tmp_path: Path, number: sig
             await a.open()
             await a.until(lambda p: p.HasField("waiting"))
             stop()
-            while a.error is None:
-                await asyncio.sleep(0.01)
-            assert a.error.code() == grpc.StatusCode.UNAVAILABLE
-            assert "shutting down" in (a.error.details() or "")
+            error = await a.ended()
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert "shutting down" in (error.details() or "")
 
     with daemon(tmp_path) as served:
         asyncio.run(story(served.endpoint, lambda: served.send(number)))

@@ -142,10 +142,9 @@ def test_nonsense_is_refused_by_name_and_harms_nobody(tmp_path: Path) -> None:
             bad = make("other", "bad", "2")
             spoil(bad)
             await bad.open()
-            while bad.error is None:
-                await asyncio.sleep(0.01)
-            assert bad.error.code() == grpc.StatusCode.INVALID_ARGUMENT
-            assert word in (bad.error.details() or "")
+            error = await bad.ended()
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert word in (error.details() or "")
         seq = a.state.seq + 1
         await a.say()
         assert (await a.until(lambda p: p.ack_seq >= seq)).assigned.round == 1
