@@ -22,7 +22,7 @@ demo: $(VENV)/.installed  ## a daemon, two nodes, real training, a kill, a recov
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed  ## everything that must hold
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 3
 
 lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/ruff format --check .

@@ -196,13 +196,13 @@ def test_hurry_ends_the_grace() -> None:
             n.supervisor.hurry()  # no stop is in progress: nothing happens
             stop = asyncio.create_task(n.supervisor.stop(signal=signal.SIGTERM, grace_s=HOUR_S))
             # An answer to something asked later shows that the stop has begun, and that it does not block the spawner.
-            await n.supervisor.start_helper("h", ["true"], n.env())
+            helper = await n.supervisor.start_helper("h", ["true"], n.env())
             assert not stop.done()
             with pytest.raises(RuntimeError, match="being stopped"):
                 await n.supervisor.spawn("r2", [n.worker(0, "true")])
             n.supervisor.hurry()
             assert await stop == 0
-            assert marked(n.mark) == []
+            assert set(marked(n.mark)) <= {helper.pid}
 
     asyncio.run(story())
 
