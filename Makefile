@@ -22,7 +22,8 @@ demo: $(VENV)/.installed  ## a daemon, two nodes, real training, a kill, a recov
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed  ## everything that must hold
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 3 tests/unit tests/sim tests/wire
+	$(BIN)/python -m pytest tests/e2e  # one at a time: each starts several nodes
 
 lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/ruff format --check .
