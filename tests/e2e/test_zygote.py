@@ -4,6 +4,7 @@ small: torch takes longer than all the rest, and test_zygote_fidelity.py has it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -308,7 +309,10 @@ def test_a_worker_is_found_by_the_name_of_its_script(stage: Stage) -> None:
     name = f"{sleeper} --lr 0.1".encode()
 
     def found() -> list[int]:
-        cmdlines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(stage.mark)}
+        cmdlines = {}
+        for pid in marked(stage.mark):
+            with contextlib.suppress(OSError):  # it has just ended
+                cmdlines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
         return [pid for pid, cmdline in cmdlines.items() if b"-u " + name in cmdline.replace(b"\0", b" ")]
 
     [pid] = stage.until(found, "the worker runs")
