@@ -40,7 +40,7 @@ class Renderer:
     """What nodes are told, as bytes; what is the same for many is made once."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = self._engine = engine
+        self.engine = engine
         self._common: dict[str, tuple[Job, int, float, bytes]] = {}
         self._own: dict[tuple[str, NodeUid], tuple[object, bytes]] = {}
 
@@ -49,8 +49,8 @@ class Renderer:
 
         Raises NotLeader if another daemon may lead: then nothing may be said any more.
         """
-        self._engine.check_lead()
-        room = self._engine.rooms.get(run_id)
+        self.engine.check_lead()
+        room = self.engine.rooms.get(run_id)
         if room is None:
             return b""
         return b"".join((self._common_bytes(room), self._own_bytes(room, uid), SEQ_TAG, seq))
@@ -58,28 +58,28 @@ class Renderer:
     def refusal(self, text: str, seq: bytes) -> bytes:
         """Return the Place of a node that has none in any job."""
         removed = pb.Removed(by="rendezvousd", reason=text, exit_code=1)
-        engine = self._engine
+        engine = self.engine
         message = pb.Place(term=engine.term, daemon_id=engine.daemon_id, explain=text, removed=removed)
         return message.SerializeToString() + SEQ_TAG + seq
 
     def forget(self, run_id: str, uid: NodeUid) -> None:
         """Drop what was kept for a node whose stream is gone."""
         self._own.pop((run_id, uid), None)
-        if run_id not in self._engine.rooms:
+        if run_id not in self.engine.rooms:
             self._common.pop(run_id, None)
 
     def _common_bytes(self, room: Room) -> bytes:
-        now = self._engine.clock.now()
+        now = self.engine.clock.now()
         job = room.job
         kept = self._common.get(job.run_id)
         if kept is not None and kept[0] is job and kept[1] == room.revision and now < kept[2]:
             return kept[3]
-        pace = self._engine.pace(job.run_id)
+        pace = self.engine.pace(job.run_id)
         round_ = job.round
         message = pb.Place(
-            term=self._engine.term,
+            term=self.engine.term,
             revision=room.revision,
-            daemon_id=self._engine.daemon_id,
+            daemon_id=self.engine.daemon_id,
             job_uid=job.uid,
             heartbeat_ms=int(pace.heartbeat_s * 1000),
             lease_ms=int(pace.lease_s * 1000),
@@ -97,7 +97,7 @@ class Renderer:
         return data
 
     def _own_bytes(self, room: Room, uid: NodeUid) -> bytes:
-        job, engine = room.job, self._engine
+        job, engine = room.job, self.engine
         kept = self._own.get((job.run_id, uid))
         if kept is not None and kept[0] is job.running and job.running is not None:
             return kept[1]

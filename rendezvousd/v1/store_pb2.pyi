@@ -9,7 +9,7 @@ torch.distributed.Store.
 
 Errors: DEADLINE_EXCEEDED a wait was not fulfilled in time; ABORTED the round of this namespace is over;
 FAILED_PRECONDITION the store lost its contents since this generation was handed out, or the value is of another kind
-(add on a text, push on a plain value); NOT_FOUND no such job; RESOURCE_EXHAUSTED a limit, named in the text;
+(add on a text); NOT_FOUND no such job; RESOURCE_EXHAUSTED a limit, named in the text;
 INVALID_ARGUMENT otherwise.
 """
 
