@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rendezvousd.backends.etcd_client import Access, EtcdClient
+from tests.ports import free_ports
 
 PATIENCE_S = 90.0  # for what takes a second on an idle machine
 # A change of leader within a second or two, also on a busy machine.
@@ -202,15 +202,6 @@ async def connected(access: Access) -> AsyncIterator[EtcdClient]:
         yield client
     finally:
         await client.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that were free just now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 async def until(condition: Callable[[], bool]) -> None:

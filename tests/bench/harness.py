@@ -172,14 +172,6 @@ def wait_for(look: Callable[[], T | None], bound_s: float, hopeless: Callable[[]
         time.sleep(POLL_S)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def listens(port: int) -> bool:
     """Whether somebody takes connections on this port of the loopback interface."""
     with socket.socket() as knock:

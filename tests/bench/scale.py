@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.bench.harness import REPOSITORY, BenchFailed, free_port, stage, start_daemon, start_server
+from tests.bench.harness import REPOSITORY, BenchFailed, stage, start_daemon, start_server
 from tests.bench.report import median
+from tests.ports import free_port
 
 SWARM_BOUND_S = 600.0
 

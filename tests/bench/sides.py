@@ -6,7 +6,8 @@ import subprocess
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tests.bench.harness import PROBE, Stage, command_path, free_port, start_daemon
+from tests.bench.harness import PROBE, Stage, command_path, start_daemon
+from tests.ports import free_port
 
 MAX_RESTARTS = 20  # a benchmark measures restarts; it must not run out of them
 

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -292,15 +291,6 @@ def ask(endpoint: str, method: str, request: Any, reply: type[T]) -> T:
         )
         answer: T = call(request, timeout=LIMIT_S)
         return answer
-
-
-def free_port() -> int:
-    """A port where nobody listens, below those that the kernel hands out by itself."""
-    for port in range(20000 + os.getpid() % 5000, 32000):
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 @contextlib.contextmanager

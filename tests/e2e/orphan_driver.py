@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rdzv.processes import tree
 from rdzv.processes.supervisor import ProcessFact, Supervisor, WorkerCommand, ZygotePlan
+from tests.e2e.processes_kit import cmdline
 
 DIFFICULT = str(Path(__file__).with_name("difficult_worker.py"))
 
 
 def named(pid: int) -> list[str]:
     """What the process is, of those that are to be told from the others."""
-    cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return [name for name in ("zygote",) if name.encode() in cmdline]
+    return [name for name in ("zygote",) if name.encode() in cmdline(pid)]
 
 
 async def main(module: str, isolate: bool) -> None:

@@ -78,6 +78,14 @@ def state(pid: int) -> str:
     return stat[stat.rindex(")") + 2]
 
 
+def cmdline(pid: int) -> bytes:
+    """Empty: there is no such process."""
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def fds(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 

@@ -17,7 +17,7 @@ import pytest
 from rdzv.processes import tree
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
 from rdzv.processes.supervisor import HelperEnded
-from tests.e2e.processes_kit import LIMIT_S, Node, fds, marked, node, script, until
+from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, node, script, until
 
 CLIENT = Path(__file__).with_name("store_client.py")
 # What a store may leave behind in the holder's memory; less would be the allocator's noise.
@@ -148,11 +148,7 @@ def test_fifty_stores_leave_nothing_behind() -> None:
 
 def _holders(below: int) -> list[int]:
     """The store holders that descend from a process."""
-    return [pid for pid in tree.descendants(below) if b"store_holder.py" in _cmdline(pid)]
-
-
-def _cmdline(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return [pid for pid in tree.descendants(below) if b"store_holder.py" in cmdline(pid)]
 
 
 def _threads_and_kib(pid: int) -> tuple[int, int]:

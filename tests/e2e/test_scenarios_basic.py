@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.kit import RDZVRUN, STAND_IN, Stage, free_port, until
+from tests.e2e.kit import RDZVRUN, STAND_IN, Stage, until
+from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

@@ -9,8 +9,9 @@ import subprocess
 import pytest
 
 from rendezvousd.v1 import rendezvous_pb2 as pb
-from tests.e2e.kit import RDZVRUN, Launcher, Stage, World, free_port, frozen, until
+from tests.e2e.kit import RDZVRUN, Launcher, Stage, World, frozen, until
 from tests.e2e.relay import relay
+from tests.ports import free_port
 
 # A library that makes every process which loads it believe that it is 15 minutes later.
 WRONG_CLOCK = r"""

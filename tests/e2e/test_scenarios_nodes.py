@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from tests.e2e.kit import HASTY, TOGETHER, Stage, World, free_port, frozen, until
+from tests.e2e.kit import HASTY, TOGETHER, Stage, World, frozen, until
 from tests.e2e.relay import relay
+from tests.ports import free_port
 
 
 def gone_from_job(stage: Stage, name: str) -> None:

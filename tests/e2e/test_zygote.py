@@ -4,7 +4,6 @@ small: torch takes longer than all the rest, and test_zygote_fidelity.py has it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ from rdzv.processes.supervisor import (
 )
 from tests.e2e import difficult_worker
 from tests.e2e.kit import Stage
-from tests.e2e.processes_kit import LIMIT_S, Node, fds, marked, script, state, until
+from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, script, state, until
 
 DIFFICULT = Path(__file__).with_name("difficult_worker.py")
 HOUR_S = 3600.0
@@ -55,10 +54,14 @@ class WarmNode(Node):
         await self.supervisor.begin_helper("ready", [sys.executable, os.devnull], self.env(), fork=True)
         assert (await self.fact(HelperEnded)).exit_code == 0
 
-    @property
-    def zygote_pid(self) -> int:
-        [pid] = [pid for pid in marked(self.mark) if b"zygote.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return pid
+    async def zygote_pid(self) -> int:
+        """A worker that was forked a moment ago still has the zygote's command line."""
+
+        def pids() -> list[int]:
+            return [pid for pid in marked(self.mark) if b"zygote.py" in cmdline(pid)]
+
+        await until(lambda: len(pids()) == 1, "one process is the zygote")
+        return pids()[0]
 
 
 @asynccontextmanager
@@ -122,7 +125,7 @@ def test_stop_leaves_nobody_but_helpers_and_the_zygote(tmp_path: Path, wishes: l
             everybody = 2 * (difficult_worker.PROCESSES - 1) + 2
             await until(lambda: len(marked(n.mark)) >= everybody, "all have started")
             assert await n.supervisor.stop(grace_s=0.2) == 0
-            assert set(marked(n.mark)) == {n.zygote_pid, *tree.children(n.supervisor.spawner_pid)}
+            assert set(marked(n.mark)) == {await n.zygote_pid(), *tree.children(n.supervisor.spawner_pid)}
             assert len(marked(n.mark)) == 2
             assert {(await n.fact(WorkerEnded)).local_rank for _ in range(2)} == {0, 1}
 
@@ -134,7 +137,7 @@ def test_rounds_leave_no_descriptors_behind(tmp_path: Path) -> None:
         async with warm(tmp_path) as n:
             sleeper = n.script("sleeper.py", *SLEEP)
             await n.ready()
-            pids = os.getpid(), n.supervisor.spawner_pid, n.zygote_pid
+            pids = os.getpid(), n.supervisor.spawner_pid, await n.zygote_pid()
 
             async def round_trip(uid: str) -> list[int]:
                 await n.supervisor.spawn(uid, [n.forked(rank, sleeper) for rank in range(2)])
@@ -159,7 +162,7 @@ def test_a_killed_zygote_touches_no_worker_and_the_next_are_started_by_exec(tmp_
         async with warm(tmp_path) as n:
             sleeper = n.script("sleeper.py", *SLEEP)
             await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
-            os.kill(n.zygote_pid, signal.SIGKILL)
+            os.kill(await n.zygote_pid(), signal.SIGKILL)
             assert await n.fact(ZygoteEnded) == ZygoteEnded(text="signal 9 (SIGKILL)", missing=False)
             await n.supervisor.spawn("r2", [n.forked(1, n.script("exits.py", "raise SystemExit(4)"))])
             end = await n.fact(WorkerEnded)
@@ -234,11 +237,11 @@ def test_a_new_spawner_has_a_zygote_of_its_own(tmp_path: Path) -> None:
     async def story() -> None:
         async with warm(tmp_path) as n:
             await n.ready()
-            first = n.zygote_pid
+            first = await n.zygote_pid()
             os.kill(n.supervisor.spawner_pid, signal.SIGKILL)
             await n.fact(SpawnerEnded)
             await n.ready()
-            assert n.zygote_pid != first
+            assert await n.zygote_pid() != first
 
     asyncio.run(story())
 
@@ -274,7 +277,7 @@ def test_a_zygote_that_is_stuck_holds_up_no_stop(tmp_path: Path) -> None:
         async with warm(tmp_path) as n:
             sleeper = n.script("sleeper.py", *SLEEP)
             await n.ready()
-            pid = n.zygote_pid
+            pid = await n.zygote_pid()
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: state(pid) == "T", "it is stopped")
             spawn = asyncio.create_task(n.supervisor.spawn("r1", [n.forked(0, sleeper)]))
@@ -309,11 +312,7 @@ def test_a_worker_is_found_by_the_name_of_its_script(stage: Stage) -> None:
     name = f"{sleeper} --lr 0.1".encode()
 
     def found() -> list[int]:
-        cmdlines = {}
-        for pid in marked(stage.mark):
-            with contextlib.suppress(OSError):  # it has just ended
-                cmdlines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return [pid for pid, cmdline in cmdlines.items() if b"-u " + name in cmdline.replace(b"\0", b" ")]
+        return [pid for pid in marked(stage.mark) if b"-u " + name in cmdline(pid).replace(b"\0", b" ")]
 
     [pid] = stage.until(found, "the worker runs")
     os.kill(pid, signal.SIGKILL)

@@ -197,10 +197,3 @@ class Cable:
         self.cut()
         for thread in self._threads[1:]:
             thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

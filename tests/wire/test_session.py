@@ -16,6 +16,7 @@ from rdzv.endpoints import Endpoint
 from rdzv.model import Assignment, Failure, Held, Known, Offer, Phase, Place, Standing, Waiting
 from rdzv.session import METHOD, Session
 from rendezvousd.v1 import rendezvous_pb2 as pb
+from tests.ports import free_port
 
 PATIENCE_S = 20.0  # for what must happen, on however busy a machine
 HEARTBEAT_MS = 50
@@ -118,12 +119,6 @@ async def until(true: Callable[[], object]) -> None:
 
 def run(story: Callable[[], Any]) -> None:
     asyncio.run(story())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_first_message_says_who_and_what_and_heartbeats_differ_in_their_last_8_bytes_only() -> None:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from rdzv.store import Store, StoreLostError
 from rendezvousd.v1 import store_pb2 as pb
+from tests.ports import free_port
 from tests.wire.store_daemon import (
     PATIENCE_S,
     Cable,
     Daemon,
     Rounds,
     failed,
-    free_port,
     raw,
     serving,
     until,
