@@ -31,6 +31,10 @@ class Desk:
         """Serve nobody from now on. `leader` is asked who does; empty: it is not known."""
         self._engine, self._why, self._leader = None, why, leader
 
+    def check_lead(self) -> None:
+        """Return if this daemon may answer. Raises NotLeader."""
+        self.engine.check_lead()
+
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a store call through whose scope exists. Raises NotLeader, NoSuchJob, RoundOver or StoreLost."""
         self.engine.check(run_id, job_uid, round_uid, generation)

@@ -113,13 +113,16 @@ class Engine:
         limits: Limits,
         *,
         daemon_id: str = "",
+        durable_stores: bool = False,
         check_lead: Callable[[], None] = lambda: None,
     ) -> None:
-        """`daemon_id` is what daemons that share a backend have in common; `check_lead` raises NotLeader when another
-        daemon may lead: it is asked after reading what a node says and before answering it."""
+        """`daemon_id` is what daemons that share a backend have in common. `durable_stores`: what jobs keep in their
+        own store outlives the daemon. `check_lead` raises NotLeader when another daemon may lead: it is asked after reading
+        what a node says and before answering it."""
         self.clock = Clock(asyncio.get_running_loop().time)
         self.term = secrets.token_hex(8)
         self.daemon_id = daemon_id or self.term  # on memory, a term of service is a daemon
+        self.durable_stores = durable_stores
         self.check_lead = check_lead
         self.limits = limits
         self.timing = timing
@@ -195,7 +198,8 @@ class Engine:
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver or StoreLost."""
-        if generation and generation != self.term:  # first: a daemon that was restarted may not know the job yet
+        outlives = self.durable_stores and not round_uid
+        if generation and generation != self.term and not outlives:  # first: the job may not be known here yet
             raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
         room = self.room(run_id)
         if job_uid != room.job.uid:

@@ -13,8 +13,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rendezvousd.backends.base import Stores
 from rendezvousd.backends.etcd import EtcdBackend
 from rendezvousd.backends.etcd_client import Access, EtcdClient
+from rendezvousd.backends.etcd_store import EtcdStores
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
 from rendezvousd.core.errors import NotLeader
@@ -44,7 +46,7 @@ class Office:
 async def serve_terms(config: Config, office: Office, address: str) -> None:
     """Serve term after term until cancelled. `address` is where the others send their callers while this one leads."""
     if config.backend == "memory":
-        async with _attending(office, Engine(MemoryBackend(), config.timing, config.limits)) as engine:
+        async with _attending(office, Engine(MemoryBackend(), config.timing, config.limits), None) as engine:
             await engine.run()
     else:
         await _serve_elected(config, office, address)
@@ -65,13 +67,17 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         config.timing,
                         config.limits,
                         daemon_id=shared_id(config),
+                        durable_stores=True,
                         check_lead=term.check,
                     )
+                    stores = EtcdStores(client, term, etcd.prefix)
                     now = engine.clock.now()
-                    for stored in await backend.load(now):
+                    found = await backend.load(now)
+                    await stores.sweep(stored.job.uid for stored in found)
+                    for stored in found:
                         engine.take_over(stored.job, stored.revision, now)
                     term.check()
-                    async with _attending(office, engine):
+                    async with _attending(office, engine, stores):
                         await engine.run()
             except NotLeader as reason:
                 log.warning("leads no longer: %s", reason)
@@ -80,9 +86,10 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
 
 
 @asynccontextmanager
-async def _attending(office: Office, engine: Engine) -> AsyncIterator[Engine]:
+async def _attending(office: Office, engine: Engine, stores: Stores | None) -> AsyncIterator[Engine]:
     """Attend nodes in this scope."""
     why = CLOSING
+    office.store.open(stores)
     engine.add_namespaces(office.store)
     office.desk.open(engine)
     await office.health.set(serving=True)
@@ -93,7 +100,7 @@ async def _attending(office: Office, engine: Engine) -> AsyncIterator[Engine]:
         raise
     finally:
         office.desk.close(why)
-        office.store.drop_all(NotLeader(why))
+        office.store.close(NotLeader(why))
         await office.health.set(serving=False)
         await office.streams.end_all(why)
 

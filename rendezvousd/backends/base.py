@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
-from rendezvousd.core.model import Job
+from rendezvousd.core.model import Job, JobUid
 
 
 class Backend(Protocol):
@@ -18,3 +19,20 @@ class Backend(Protocol):
 
     async def delete(self, run_id: str, *, expected: int) -> None:
         """Remove the record. Raises NotLeader as `write` does."""
+
+
+class Stores(Protocol):
+    """What jobs keep in the store for longer than a round, as named records."""
+
+    records_max: int  # that can be written at once
+    bytes_max: int
+
+    async def load(self, job_uid: JobUid) -> dict[str, bytes]:
+        """Return all records of a job's store."""
+
+    async def write(self, job_uid: JobUid, records: Mapping[str, bytes | None]) -> None:
+        """Put the records and remove those that are None, all at once. Returns once that is durable. Raises NotLeader
+        when another daemon leads."""
+
+    async def drop(self, job_uid: JobUid) -> None:
+        """Remove all that a job's store has. Raises NotLeader as `write` does."""

@@ -3,6 +3,7 @@
     <prefix>/leader                                  who leads (election.py)
     <prefix>/jobs/<run id>/head                      one line of JSON on the record, then the job's head (core/codec.py)
     <prefix>/jobs/<run id>/parts/<name>@<generation> the rest
+    <prefix>/stores/                                 what jobs keep in the store (etcd_store.py)
 
 A write is one transaction if it fits into one. If not, it first puts the parts that are new, as another generation
 beside the old one, and then the head that names them; what no head names does not exist. Every transaction compares the
@@ -157,7 +158,7 @@ class EtcdBackend:
         if not at_once:  # beside what is there, which still is the record
             generations.update(dict.fromkeys(changed, generation))
         base = self._base(job.run_id)
-        puts = [_put(base + _part_name(name, generations[name]), record.parts[name]) for name in changed]
+        puts = [to_put(base + _part_name(name, generations[name]), record.parts[name]) for name in changed]
         old = [base + _part_name(name, at) for name, at in kept.generations.items() if generations.get(name) != at]
         if not at_once:
             for batch in _batches(puts):
@@ -167,7 +168,7 @@ class EtcdBackend:
         line = {"format": FORMAT, "writer": writer, "generation": generation, "parts": generations}
         head = json.dumps(line, separators=(",", ":")).encode() + b"\n" + record.head
         room = OPERATIONS_MAX - len(puts) - 1
-        operations = [_put(base + b"head", head), *puts, *map(_delete, old[:room])]
+        operations = [to_put(base + b"head", head), *puts, *map(to_delete, old[:room])]
         revision = await self._replace(base, writer, operations, expected)
         self._kept[job.run_id] = _Kept(revision, generation, generations, record.parts, record)
         await self._remove(base, old[room:], revision)
@@ -176,7 +177,7 @@ class EtcdBackend:
     async def delete(self, run_id: str, *, expected: int) -> None:
         """As Backend.delete. Everything below the job's key goes."""
         base = self._base(run_id)
-        request = self._request(base, [_delete(base, prefix_end(base))], expected)
+        request = self._request(base, [to_delete(base, prefix_end(base))], expected)
 
         async def attempt() -> None:
             answer = await self._client.txn(request)
@@ -203,7 +204,7 @@ class EtcdBackend:
 
     async def _remove(self, base: bytes, keys: list[bytes], revision: int) -> None:
         for at in range(0, len(keys), OPERATIONS_MAX):
-            await self._guarded(base, [_delete(key) for key in keys[at : at + OPERATIONS_MAX]], revision)
+            await self._guarded(base, [to_delete(key) for key in keys[at : at + OPERATIONS_MAX]], revision)
 
     async def _guarded(self, base: bytes, operations: list[Any], revision: int) -> None:
         """Carry out what may be carried out twice, while the head is at this revision. Raises NotLeader."""
@@ -220,18 +221,15 @@ class EtcdBackend:
         """Return the transaction that does this if this daemon leads and the head is at this revision (0: absent), and
         otherwise tells who leads and what the head is."""
         look = [pb.RequestOp(range=pb.RangeRequest(key=key)) for key in (self._fence.key, base + b"head")]
-        return pb.TxnRequest(compare=[self._leads(), _at(base + b"head", revision)], success=operations, failure=look)
-
-    def _leads(self) -> Any:
-        return pb.Compare(
-            result=pb.Compare.EQUAL, target=pb.Compare.CREATE, key=self._fence.key, create_revision=self._fence.revision
+        return pb.TxnRequest(
+            compare=[leads(self._fence), _at(base + b"head", revision)], success=operations, failure=look
         )
 
     def _head_if_leading(self, answer: pb.TxnResponse) -> pb.KeyValue | None:
         """Return the head that was found instead, None if there is none. Raises NotLeader."""
         leader, head = (response.range.kvs for response in answer.responses)
         if not leader or leader[0].create_revision != self._fence.revision:
-            raise _deposed()
+            raise deposed()
         return head[0] if head else None
 
     def _base(self, run_id: str) -> bytes:
@@ -239,7 +237,12 @@ class EtcdBackend:
         return self._jobs + urllib.parse.quote(run_id, safe="").encode() + b"/"
 
 
-def _deposed() -> NotLeader:
+def leads(fence: Fence) -> Any:
+    """Return the comparison that this daemon leads."""
+    return pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.CREATE, key=fence.key, create_revision=fence.revision)
+
+
+def deposed() -> NotLeader:
     return NotLeader("another daemon leads, or none; this one's late write was refused")
 
 
@@ -284,11 +287,11 @@ def _batches(puts: Iterable[Any]) -> list[list[Any]]:
     return batches
 
 
-def _put(key: bytes, value: bytes) -> Any:
+def to_put(key: bytes, value: bytes) -> Any:
     return pb.RequestOp(put=pb.PutRequest(key=key, value=value))
 
 
-def _delete(key: bytes, end: bytes = b"") -> Any:
+def to_delete(key: bytes, end: bytes = b"") -> Any:
     return pb.RequestOp(delete_range=pb.DeleteRangeRequest(key=key, range_end=end))
 
 

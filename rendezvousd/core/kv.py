@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rendezvousd.core import kv_journal
 from rendezvousd.core.errors import BadRequest, LimitExceeded, WrongKind
+from rendezvousd.core.kv_journal import ITEMS, OPS, VALUES, Done, Journal
 
 # What torch's int64 holds.
 NUMBER_MIN, NUMBER_MAX = -(1 << 63), (1 << 63) - 1
@@ -60,19 +62,6 @@ class _Entry:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What a call with an op id did."""
-
-    what: str
-    key: str
-    result: int | bytes | None
-
-    @property
-    def bytes_held(self) -> int:
-        return ITEM_BYTES + len(self.key) + (len(self.result) if isinstance(self.result, bytes) else 0)
-
-
 class Namespace:
     """Keys with values, and queues by key. Every method that changes something may raise LimitExceeded, and has then
     changed nothing.
@@ -81,14 +70,21 @@ class Namespace:
     Empty: each call counts. Raises BadRequest if the id was another call's.
     """
 
-    def __init__(self, limits: KvLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, limits: KvLimits = DEFAULT_LIMITS, records: Mapping[str, bytes] | None = None) -> None:
+        """`records` are what the namespace's journal wrote down (core/kv_journal.py), none yet if it is empty; None: it
+        need not outlive the daemon, and has no journal. Raises ValueError if they cannot be read."""
         self._limits = limits
         self._entries: dict[str, _Entry] = {}
-        self._queues: dict[str, deque[bytes]] = {}
-        self._ops: OrderedDict[str, _Done] = OrderedDict()
+        self._queues: dict[str, deque[tuple[int, bytes]]] = {}
+        self._items = 0  # pushed so far
+        self._ops: OrderedDict[str, Done] = OrderedDict()
         self._ops_bytes = 0
         self._changes = 0
         self.bytes_held = 0
+        self.journal: Journal | None = None
+        if records is not None:
+            self.journal = Journal(records)
+            self._read(records)
 
     # ---------------------------------------------------------------------------------------------------- looking
 
@@ -152,14 +148,14 @@ class Namespace:
         if not NUMBER_MIN <= total <= NUMBER_MAX:
             raise LimitExceeded(f"adding {amount} to {shown(key)} gives {total}, which does not fit in 64 bits")
         self.set(key, str(total).encode())
-        self._remember(op_id, _Done("add", key, total))
+        self._remember(op_id, Done("add", key, total))
         return total
 
     def append(self, key: str, value: bytes, op_id: str = "") -> None:
         """Put `value` behind the present one, or set it."""
         if self._done(op_id, "append", key) is None:
             self.set(key, (self.get(key) or b"") + value)
-            self._remember(op_id, _Done("append", key, None))
+            self._remember(op_id, Done("append", key, None))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set `desired` if the value is `expected`, or if there is none and `expected` is empty. Return the value that
@@ -176,6 +172,8 @@ class Namespace:
         if entry is None:
             return False
         self.bytes_held -= _cost(key, entry.value)
+        if self.journal is not None:
+            self.journal.value(key, None)
         return True
 
     # ---------------------------------------------------------------------------------------------------- queues
@@ -191,9 +189,12 @@ class Namespace:
         if key not in self._queues:
             self._check_keys(1)
         self._check_bytes(_cost(key, value))
-        self._queues.setdefault(key, deque()).append(value)
+        self._items += 1
+        self._queues.setdefault(key, deque()).append((self._items, value))
         self.bytes_held += _cost(key, value)
-        self._remember(op_id, _Done("queue_push", key, None))
+        if self.journal is not None:
+            self.journal.item(self._items, key, value)
+        self._remember(op_id, Done("queue_push", key, None))
 
     def queue_pop(self, key: str, op_id: str = "") -> bytes | None:
         """Take the queue's first item and return it; None if the queue is empty, which is never remembered."""
@@ -204,11 +205,13 @@ class Namespace:
         queue = self._queues.get(key)
         if queue is None:
             return None
-        value = queue.popleft()
+        at, value = queue.popleft()
         if not queue:  # an empty queue is no queue, or every name ever used would be kept
             del self._queues[key]
         self.bytes_held -= _cost(key, value)
-        self._remember(op_id, _Done("queue_pop", key, value))
+        if self.journal is not None:
+            self.journal.item(at, key, None)
+        self._remember(op_id, Done("queue_pop", key, value))
         return value
 
     # ---------------------------------------------------------------------------------------------------- limits
@@ -222,6 +225,8 @@ class Namespace:
         for key, value in values.items():
             self._changes += 1
             self._entries[key] = _Entry(value, self._changes)
+            if self.journal is not None:
+                self.journal.value(key, value)
         self.bytes_held += grown
 
     def _check(self, key: str, value: bytes) -> None:
@@ -253,7 +258,7 @@ class Namespace:
 
     # ---------------------------------------------------------------------------------------------------- retries
 
-    def _done(self, op_id: str, what: str, key: str) -> _Done | None:
+    def _done(self, op_id: str, what: str, key: str) -> Done | None:
         if not op_id:
             return None
         if len(op_id) > OP_ID_BYTES_MAX:
@@ -266,13 +271,43 @@ class Namespace:
             )
         return done
 
-    def _remember(self, op_id: str, done: _Done) -> None:
+    def _remember(self, op_id: str, done: Done) -> None:
         if not op_id:
             return
+        if self.journal is not None:
+            self.journal.op(op_id, done)
+        self._keep(op_id, done)
+
+    def _keep(self, op_id: str, done: Done) -> None:
         self._ops[op_id] = done
-        self._ops_bytes += done.bytes_held
+        self._ops_bytes += _bytes_held(done)
         while len(self._ops) > self._limits.ops or self._ops_bytes > self._limits.ops_bytes:
-            self._ops_bytes -= self._ops.popitem(last=False)[1].bytes_held
+            oldest, forgotten = self._ops.popitem(last=False)
+            self._ops_bytes -= _bytes_held(forgotten)
+            if self.journal is not None:
+                self.journal.forgotten(oldest)
+
+    # ---------------------------------------------------------------------------------------------------- its return
+
+    def _read(self, records: Mapping[str, bytes]) -> None:
+        assert self.journal is not None
+        for name in sorted(records):
+            data = records[name]
+            if name.startswith(VALUES):
+                key = name[len(VALUES) :]
+                self._changes += 1
+                self._entries[key] = _Entry(data, self._changes)
+                self.bytes_held += _cost(key, data)
+            elif name.startswith(ITEMS):
+                key, self._items = kv_journal.queue_of(name), kv_journal.number(name)
+                self._queues.setdefault(key, deque()).append((self._items, data))
+                self.bytes_held += _cost(key, data)
+            elif name.startswith(OPS):
+                for op_id, done in kv_journal.ops_in(data):
+                    self.journal.remembered(op_id, kv_journal.number(name))
+                    self._keep(op_id, done)
+            else:
+                raise ValueError(f"a record of a name that is not known: {name!r}")
 
 
 def shown(key: str) -> str:
@@ -282,6 +317,10 @@ def shown(key: str) -> str:
 
 def _cost(key: str, value: bytes) -> int:
     return ITEM_BYTES + len(key.encode()) + len(value)
+
+
+def _bytes_held(done: Done) -> int:
+    return ITEM_BYTES + len(done.key) + (len(done.result) if isinstance(done.result, bytes) else 0)
 
 
 def _number(key: str, value: bytes) -> int:

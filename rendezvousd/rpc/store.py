@@ -1,19 +1,30 @@
-"""The Store service: namespaces of keys, made when first spoken of and gone with the round or job they belong to."""
+"""The Store service: namespaces of keys, made when first spoken of and gone with the round or job they belong to.
+
+With a backend that outlives the daemon a job's own namespace does so as well; those of its rounds do not.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import grpc
 
-from rendezvousd.core.errors import QueueEmpty, Refusal, RoundOver, WaitTimedOut
+from rendezvousd.backends.base import Stores
+from rendezvousd.core.errors import NotLeader, QueueEmpty, Refusal, RoundOver, WaitTimedOut
 from rendezvousd.core.kv import DEFAULT_LIMITS, KvLimits, Namespace, shown
+from rendezvousd.core.model import JobUid
+from rendezvousd.rpc.durable import Durable
 from rendezvousd.rpc.status import refusals
 from rendezvousd.rpc.waiters import Waiters
 from rendezvousd.v1 import store_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,6 +40,9 @@ class Scopes(Protocol):
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a call through whose job is there and whose round, if it names one, runs. Raises NoSuchJob, RoundOver or
         StoreLost."""
+
+    def check_lead(self) -> None:
+        """Return if this daemon may answer. Raises NotLeader."""
 
 
 class StoreCounts(NamedTuple):
@@ -49,8 +63,11 @@ class Space:
     pushed: Waiters = field(default_factory=Waiters)  # for an item of a queue
     retried: Waiters = field(default_factory=Waiters)  # by op id: for the first try of the same pop
     popping: set[str] = field(default_factory=set)  # op ids of the pops that wait for an item
+    durable: Durable | None = None
 
     def end(self, why: Refusal) -> None:
+        if self.durable is not None:
+            self.durable.end(why)
         for waiters in (self.changed, self.pushed, self.retried):
             waiters.end(why)
 
@@ -65,6 +82,9 @@ class StoreService:
         self._scopes = scopes
         self._limits = limits
         self._spaces: dict[tuple[str, str], Space] = {}  # by job uid and round uid, empty for the job's own
+        self._stores: Stores | None = None  # what outlives this daemon, while it leads
+        self._opening = asyncio.Lock()
+        self._dropping: set[asyncio.Task[None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service as a gRPC server takes it."""
@@ -97,17 +117,33 @@ class StoreService:
 
     # ---------------------------------------------------------------------------------------------------- its life
 
+    def open(self, stores: Stores | None) -> None:
+        """Keep what jobs own there from now on; None: in memory."""
+        self._stores = stores
+
     def round_over(self, round_uid: str) -> None:
         """Drop a round's namespace; all who wait in it are told that the round is over."""
         self._end((name for name in self._spaces if round_uid and name[1] == round_uid), _ROUND_OVER)
 
     def job_gone(self, job_uid: str) -> None:
         """Drop a job's namespaces, those of its rounds included; all who wait in them are told."""
+        own = self._spaces.get((job_uid, ""))
         self._end((name for name in self._spaces if name[0] == job_uid), _JOB_OVER)
+        if self._stores is not None:
+            dropping = asyncio.create_task(_drop(self._stores, JobUid(job_uid), own))
+            self._dropping.add(dropping)
+            dropping.add_done_callback(self._dropping.discard)
 
-    def drop_all(self, why: Refusal) -> None:
-        """Drop everything, and refuse every call that waits: this daemon no longer attends any job."""
+    def close(self, why: Refusal) -> None:
+        """Forget everything, and refuse every call that waits: this daemon no longer attends any job. What outlives it
+        stays."""
+        for space in self._spaces.values():
+            if space.durable is not None:
+                space.durable.cancel()
         self._end(self._spaces, why)
+        for dropping in self._dropping:
+            dropping.cancel()
+        self._stores = None
 
     def counts(self) -> StoreCounts:
         spaces = self._spaces.values()
@@ -122,99 +158,126 @@ class StoreService:
         for name in list(names):
             self._spaces.pop(name).end(why)
 
-    def _space(self, scope: pb.Scope) -> Space:
-        """Return the namespace of a scope that exists. Raises a Refusal for others, so that a late call makes none."""
+    @asynccontextmanager
+    async def _in(self, scope: pb.Scope, context: Context) -> AsyncIterator[Space]:
+        """The namespace of a scope that exists. Others are refused, so that a late call makes none. What was done or
+        seen in it is durable when this ends."""
+        async with refusals(context):
+            space = await self._space(scope)
+            try:
+                yield space
+            except Refusal:
+                await self._settled(space)  # that something is not there is an answer as well
+                raise
+            await self._settled(space)
+
+    async def _space(self, scope: pb.Scope) -> Space:
         self._scopes.check(scope.run_id, scope.job_uid, scope.round_uid, scope.generation)
         name = (scope.job_uid, scope.round_uid)
-        space = self._spaces.get(name)
-        if space is None:
-            space = self._spaces[name] = Space(Namespace(self._limits))
-        return space
+        if name not in self._spaces:
+            if self._stores is not None and not scope.round_uid:
+                await self._open(scope, self._stores)
+            else:
+                self._spaces[name] = Space(Namespace(self._limits))
+        return self._spaces[name]
+
+    async def _open(self, scope: pb.Scope, stores: Stores) -> None:
+        """Make a job's own namespace, of what is written down of it."""
+        job_uid = JobUid(scope.job_uid)
+        async with self._opening:
+            if (job_uid, "") in self._spaces:
+                return
+            records = await stores.load(job_uid)
+            self._scopes.check(scope.run_id, scope.job_uid, "", scope.generation)  # it may have ended meanwhile
+            if stores is not self._stores:
+                raise NotLeader("another daemon led meanwhile")
+            kv = Namespace(self._limits, records)
+            assert kv.journal is not None
+            write = functools.partial(stores.write, job_uid)
+            durable = Durable(kv.journal, write, records_max=stores.records_max, bytes_max=stores.bytes_max)
+            self._spaces[job_uid, ""] = Space(kv, durable=durable)
+
+    async def _settled(self, space: Space) -> None:
+        """Return once all that may be told of this namespace is durable, and this daemon may tell it."""
+        if space.durable is not None:
+            await space.durable.settled()
+            self._scopes.check_lead()
 
     # ---------------------------------------------------------------------------------------------------- the calls
 
     async def Set(self, request: pb.SetRequest, context: Context) -> pb.SetReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             space.kv.set(request.key, request.value)
             space.changed.wake(request.key)
         return pb.SetReply()
 
     async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             value = space.kv.get(request.key)
             if value is None:
                 (value,) = await _values(space, (request.key,), request.timeout_ms)
         return pb.GetReply(value=value)
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             await _all_there(space, request.keys, space.kv.present, request.timeout_ms)
         return pb.WaitReply()
 
     async def Check(self, request: pb.CheckRequest, context: Context) -> pb.CheckReply:
-        async with refusals(context):
-            present = self._space(request.scope).kv.present
-            return pb.CheckReply(all_present=all(map(present, request.keys)))
+        async with self._in(request.scope, context) as space:
+            all_present = all(map(space.kv.present, request.keys))
+        return pb.CheckReply(all_present=all_present)
 
     async def Add(self, request: pb.AddRequest, context: Context) -> pb.AddReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             total = space.kv.add(request.key, request.amount, request.op_id)
             space.changed.wake(request.key)
         return pb.AddReply(sum=total)
 
     async def CompareSet(self, request: pb.CompareSetRequest, context: Context) -> pb.CompareSetReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             value = space.kv.compare_set(request.key, request.expected, request.desired)
             space.changed.wake(request.key)
         return pb.CompareSetReply(value=value)
 
     async def Append(self, request: pb.AppendRequest, context: Context) -> pb.AppendReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             space.kv.append(request.key, request.value, request.op_id)
             space.changed.wake(request.key)
         return pb.AppendReply()
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             deleted = space.kv.delete(request.key)
             space.changed.wake(request.key)
         return pb.DeleteReply(deleted=deleted)
 
     async def NumKeys(self, request: pb.NumKeysRequest, context: Context) -> pb.NumKeysReply:
-        async with refusals(context):
-            return pb.NumKeysReply(keys=self._space(request.scope).kv.num_keys())
+        async with self._in(request.scope, context) as space:
+            keys = space.kv.num_keys()
+        return pb.NumKeysReply(keys=keys)
 
     async def MultiGet(self, request: pb.MultiGetRequest, context: Context) -> pb.MultiGetReply:
-        async with refusals(context):
-            space = self._space(request.scope)
-            return pb.MultiGetReply(values=await _values(space, request.keys, request.timeout_ms))
+        async with self._in(request.scope, context) as space:
+            values = await _values(space, request.keys, request.timeout_ms)
+        return pb.MultiGetReply(values=values)
 
     async def MultiSet(self, request: pb.MultiSetRequest, context: Context) -> pb.MultiSetReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             space.kv.multi_set(request.keys, request.values)
             for key in request.keys:
                 space.changed.wake(key)
         return pb.MultiSetReply()
 
     async def QueuePush(self, request: pb.QueuePushRequest, context: Context) -> pb.QueuePushReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             space.kv.queue_push(request.key, request.value, request.op_id)
             space.changed.wake(request.key)
             space.pushed.wake_first(request.key)
         return pb.QueuePushReply()
 
     async def QueuePop(self, request: pb.QueuePopRequest, context: Context) -> pb.QueuePopReply:
-        async with refusals(context):
-            space = self._space(request.scope)
+        async with self._in(request.scope, context) as space:
             value = space.kv.queue_pop(request.key, request.op_id)
             if value is None and not request.block:
                 raise QueueEmpty(f"the queue {shown(request.key)} is empty")
@@ -223,21 +286,35 @@ class StoreService:
         return pb.QueuePopReply(value=value)
 
     async def QueueLen(self, request: pb.QueueLenRequest, context: Context) -> pb.QueueLenReply:
-        async with refusals(context):
-            return pb.QueueLenReply(length=self._space(request.scope).kv.queue_len(request.key))
+        async with self._in(request.scope, context) as space:
+            length = space.kv.queue_len(request.key)
+        return pb.QueueLenReply(length=length)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
-        async with refusals(context):
-            space, key = self._space(request.scope), request.key
+        async with self._in(request.scope, context) as space:
+            key = request.key
             told = 0
             while True:
                 version = space.kv.version(key)
                 if version == told:
                     await space.changed.wait(key)
                     continue
-                told = version
+                told, value = version, space.kv.get(key) or b""
+                await self._settled(space)
                 # A slow reader holds this up; what happens meanwhile is skipped but for the last.
-                await context.write(pb.WatchReply(present=version != 0, value=space.kv.get(key) or b""))
+                await context.write(pb.WatchReply(present=version != 0, value=value))
+
+
+async def _drop(stores: Stores, job_uid: JobUid, own: Space | None) -> None:
+    """Remove what a job kept, once nothing more is added to it."""
+    if own is not None and own.durable is not None:
+        await own.durable.idle()
+    try:
+        await stores.drop(job_uid)
+    except NotLeader:
+        pass  # who leads now finds that the job is gone
+    except Exception:
+        log.exception("cannot remove what job %s kept in its store", job_uid)
 
 
 async def _values(space: Space, keys: Sequence[str], timeout_ms: int) -> list[bytes]:

@@ -70,10 +70,14 @@ class Daemon:
             raise NotLeader(self._away)
         self.rounds.check(run_id, job_uid, round_uid, generation)
 
+    def check_lead(self) -> None:
+        if self._away:
+            raise NotLeader(self._away)
+
     def leave(self, why: str) -> None:
         """Attend no job any more, and say so to whoever asks."""
         self._away = why
-        self.tell(lambda: self.service.drop_all(NotLeader(why)))
+        self.tell(lambda: self.service.close(NotLeader(why)))
 
     def _run(self, task: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(task, self._loop).result(PATIENCE_S)
@@ -98,7 +102,7 @@ class Daemon:
         if self._loop.is_closed():
             return
         self.rounds.leads = False
-        self.tell(lambda: self.service.drop_all(NotLeader("the daemon is shutting down")))
+        self.tell(lambda: self.service.close(NotLeader("the daemon is shutting down")))
         self._run(self._server.stop(1))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
