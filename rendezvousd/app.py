@@ -20,6 +20,7 @@ from rendezvousd.config import Address, Config, ConfigError
 from rendezvousd.core.kv import KvLimits
 from rendezvousd.core.settings import Limits
 from rendezvousd.desk import Desk
+from rendezvousd.rpc.about import About
 from rendezvousd.rpc.admin import Admin
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.server import Health, add_reflection, rendezvous_handler, server_options
@@ -57,8 +58,9 @@ async def running(config: Config) -> AsyncIterator[list[Address]]:
     """Run a daemon in this scope; yields the addresses it listens on."""
     desk, health = Desk(), Health()
     streams, store = RendezvousStreams(desk), StoreService(desk, _store_limits(config.limits))
+    about = About(desk, config.backend)
     server = grpc.aio.server(options=server_options(config.limits))
-    server.add_generic_rpc_handlers((rendezvous_handler(streams, Admin(desk)), store.handler()))
+    server.add_generic_rpc_handlers((rendezvous_handler(streams, Admin(desk), about), store.handler()))
     health.add_to(server)
     add_reflection(server)
     addresses = [_bind(server, address) for address in config.listen]

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
-from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StoreLost
+from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.explain import explain
 from rendezvousd.core.liveness import Pace, pace
@@ -115,15 +115,18 @@ class Engine:
         daemon_id: str = "",
         durable_stores: bool = False,
         check_lead: Callable[[], None] = lambda: None,
+        trouble: Callable[[], str] = lambda: "",
     ) -> None:
         """`daemon_id` is what daemons that share a backend have in common. `durable_stores`: what jobs keep in their
-        own store outlives the daemon. `check_lead` raises NotLeader when another daemon may lead: it is asked after reading
-        what a node says and before answering it."""
+        own store outlives the daemon. `check_lead` raises NotLeader when another daemon may lead: it is asked after
+        reading what a node says and before answering it. `trouble` is asked what is wrong with the backend."""
         self.clock = Clock(asyncio.get_running_loop().time)
+        self.began_at = self.clock.now()
         self.term = secrets.token_hex(8)
         self.daemon_id = daemon_id or self.term  # on memory, a term of service is a daemon
         self.durable_stores = durable_stores
         self.check_lead = check_lead
+        self._trouble = trouble
         self.limits = limits
         self.timing = timing
         self.table = Table(timing)
@@ -189,6 +192,11 @@ class Engine:
             raise NoSuchJob(f"there is no job {run_id!r}; it never began, or ended some time ago")
         return room
 
+    def explain(self, room: Room) -> str:
+        """Return why the job is where it is, and what is wrong with the backend."""
+        text, trouble = room.explain(self.clock.now()), self._trouble()
+        return f"{text}; {trouble}" if trouble else text
+
     async def tell(self, run_id: str, event: Event) -> None:
         """Return once the event is part of the job, durably. Raises NoSuchJob."""
         self.room(run_id)
@@ -197,15 +205,23 @@ class Engine:
         await done
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
-        """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver or StoreLost."""
+        """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver, StoreLost or StillLearning."""
         outlives = self.durable_stores and not round_uid
         if generation and generation != self.term and not outlives:  # first: the job may not be known here yet
             raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
+        if self._learning(run_id):
+            raise StillLearning(f"this daemon was just started, and is learning how job {run_id!r} stands")
         room = self.room(run_id)
         if job_uid != room.job.uid:
             raise NoSuchJob(f"job {run_id!r} was submitted anew; the one you belong to is over")
         if round_uid and (room.job.running is None or room.job.running.uid != round_uid):
             raise RoundOver(f"the round you belong to is over: {room.explain(self.clock.now())}")
+
+    def _learning(self, run_id: str) -> bool:
+        """Return whether nodes may yet tell of this job what was before this daemon."""
+        room = self.rooms.get(run_id)
+        unknown = room is None or room.job.recovering is not None
+        return unknown and not self.durable_stores and self.clock.now() < self.timing.recovery_max_s
 
     def add_namespaces(self, namespaces: Namespaces) -> None:
         """Tell this keeper of contents when rounds and jobs end."""

@@ -57,9 +57,10 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
     client = EtcdClient(access(etcd))
     try:
         election = Election(client, address=address, prefix=etcd.prefix, ttl_s=etcd.leader_ttl_s)
+        office.desk.share(shared_id(config), lambda: election.leader, client.health.describe)
         while True:
             try:
-                office.desk.close("another daemon leads, or none yet; try the next endpoint", lambda: election.leader)
+                office.desk.close("no daemon leads yet")
                 async with election.term() as term:
                     backend = EtcdBackend(client, term, etcd.prefix)
                     engine = Engine(
@@ -68,6 +69,7 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         config.limits,
                         daemon_id=shared_id(config),
                         durable_stores=True,
+                        trouble=client.health.describe,
                         check_lead=term.check,
                     )
                     stores = EtcdStores(client, term, etcd.prefix)

@@ -2,6 +2,7 @@
 
 rdzv.Store()   a torch.distributed.Store held by the daemon (rdzv/store.py)
 rdzv.round()   which round of its job this worker belongs to (rdzv/worker.py)
+rdzv.is_current()   whether that round still is the one that runs (rdzv/current.py)
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rdzv.current import DaemonUnreachableError, is_current
     from rdzv.store import RoundOverError, Store, StoreError, StoreLostError
     from rdzv.worker import NotAWorkerError, Round
     from rdzv.worker import current_round as round  # noqa: A004  # rdzv.round() reads best
 
-__all__ = ["NotAWorkerError", "Round", "RoundOverError", "Store", "StoreError", "StoreLostError", "round"]
+__all__ = [
+    "DaemonUnreachableError",
+    "NotAWorkerError",
+    "Round",
+    "RoundOverError",
+    "Store",
+    "StoreError",
+    "StoreLostError",
+    "is_current",
+    "round",
+]
 
 _HOMES = {
+    "DaemonUnreachableError": ("rdzv.current", "DaemonUnreachableError"),
+    "is_current": ("rdzv.current", "is_current"),
     "NotAWorkerError": ("rdzv.worker", "NotAWorkerError"),
     "Round": ("rdzv.worker", "Round"),
     "RoundOverError": ("rdzv.store", "RoundOverError"),

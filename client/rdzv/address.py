@@ -1,4 +1,4 @@
-"""Where the peers of this host reach it."""
+"""Where the peers of this host reach it, and where it reaches a daemon."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def local_address(endpoint: Endpoint) -> str:
             return _outward() or local
         return local
     raise problem
+
+
+def addresses(endpoint: Endpoint) -> tuple[Endpoint, ...]:
+    """Return the endpoint by each literal address its host has, or as it is if there is one at most. A name of this
+    host itself stays a name. Blocks."""
+    if is_loopback(endpoint.host):
+        return (endpoint,)
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return (endpoint,)  # whoever connects will say why
+    literal = tuple(dict.fromkeys(Endpoint(str(remote[0]), endpoint.port) for *_, remote in found))
+    return literal if len(literal) > 1 else (endpoint,)
 
 
 def _towards(family: int, remote: tuple[object, ...]) -> str:

@@ -19,11 +19,13 @@ from typing import Any
 
 import grpc
 
-from rdzv import convert
+from rdzv import channels, convert
 from rdzv.address import local_address
 from rdzv.aside import aside
+from rdzv.brains import Brain, stranger
+from rdzv.channels import CONNECT_S
 from rdzv.convert import Identity
-from rdzv.endpoints import Endpoint, grpc_target
+from rdzv.endpoints import Endpoint
 from rdzv.model import Failure, Place, Standing
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
@@ -32,7 +34,6 @@ HEARTBEAT_S = 1.0  # until a place says otherwise
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 1.0  # until a place says otherwise
 RETRY_GROWTHS_MAX = 20  # by then the delay is over ten minutes; a power without a bound overflows one day
-CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
 # From opening a stream to the first place. A daemon that 10,000 nodes storm at once takes 4 to 5 s, and is not helped
 # by nodes that give up and come again: each try is more patient than the last. Where there is another endpoint to try,
 # the first try is shorter, because a frozen daemon is to be left soon.
@@ -47,18 +48,6 @@ CLOSE_S = 1.0  # a half-open peer must not hang the end
 # Retrying cannot help; the details are for people.
 FINAL = frozenset(
     {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED}
-)
-
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.enable_http_proxy", 0),  # a proxy for the web is not for a cluster's own network
-    ("grpc.use_local_subchannel_pool", 1),  # each attempt is a fresh connection, without another's back-off
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),  # gRPC's name for the time a connect may take
-    ("grpc.keepalive_time_ms", 5000),  # a dead host is noticed in a few seconds; a dead daemon by its silence
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),  # without it a frozen peer is found after a minute only
-    ("grpc.http2.max_pings_without_data", 0),
 )
 
 # Field 31, fixed64: the highest field, so that it may simply follow the rest. See the comment on NodeState.seq.
@@ -99,6 +88,8 @@ class Session:
         self._standing = standing
         self._began_at = began_at
         self._on_place, self._on_away, self._on_refused = on_place, on_away, on_refused
+        self._brain = Brain()
+        self._probing: asyncio.Task[None] | None = None  # once, when the first daemon was found
         self._given_address = local_addr
         self._address = local_addr or ""
         self._due = False  # the standing is to be sent without waiting for the heartbeat
@@ -137,6 +128,13 @@ class Session:
 
     async def run(self) -> None:
         """Attend daemons until cancelled, or refused by one."""
+        try:
+            await self._attend_for_ever()
+        finally:
+            if self._probing is not None:
+                self._probing.cancel()
+
+    async def _attend_for_ever(self) -> None:
         errors: dict[Endpoint, str] = {}  # the last one of each endpoint
         turn = 0
         while True:
@@ -161,14 +159,14 @@ class Session:
     async def _attend(self, endpoint: Endpoint) -> None:
         """Keep one stream for as long as it lives. Raises _Left, _Refused or OSError: it always ends."""
         await self._find_address(endpoint)
-        channel = grpc.aio.insecure_channel(grpc_target(endpoint), options=CHANNEL_OPTIONS)
+        channel = await self._channel_to(endpoint)
         call = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
         self._stream_no += 1
         self._open, self._seq, self._body, self._ages, self._sent = True, 0, None, {}, (-1, 0)
         # Not a task group: one whose task fails while it is being cancelled forgets that it was.
         writing = asyncio.create_task(self._write(call))
         try:
-            await self._read(call, channel)
+            await self._read(call, channel, endpoint)
         finally:
             self._open = False
             call.cancel()
@@ -180,6 +178,13 @@ class Session:
             await asyncio.wait([writing])
             if not writing.cancelled():
                 writing.result()  # a bug is to be loud
+
+    async def _channel_to(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        try:
+            target, options = await aside(lambda: channels.target(endpoint), within_s=LOOK_UP_S)
+        except TimeoutError:
+            raise OSError(f"looking up {endpoint.host} takes more than {LOOK_UP_S:g} s") from None
+        return grpc.aio.insecure_channel(target, options=options)
 
     async def _find_address(self, endpoint: Endpoint) -> None:
         if self._given_address is not None:
@@ -217,11 +222,11 @@ class Session:
         self._due = True
         self._wake.set()
 
-    async def _read(self, call: Any, channel: Any) -> None:
+    async def _read(self, call: Any, channel: Any, endpoint: Endpoint) -> None:
         try:
             raw = await self._first(call, channel)
             while raw is not grpc.aio.EOF:
-                await self._hear(raw)
+                await self._hear(raw, endpoint)
                 raw = await _within(2 * self._heartbeat_s + SILENT_SLACK_S, call.read())
         except grpc.aio.AioRpcError as error:
             raise _end(error) from None
@@ -243,8 +248,10 @@ class Session:
         patience_s: float = (FIRST_PLACE_OF_SEVERAL_S if several else FIRST_PLACE_S) * 2.0**turns
         return min(patience_s, FIRST_PLACE_MAX_S) * random.uniform(1.0, 1.0 + FIRST_PLACE_SPREAD)
 
-    async def _hear(self, raw: bytes) -> None:
+    async def _hear(self, raw: bytes, endpoint: Endpoint) -> None:
         message = pb.Place.FromString(raw)
+        if problem := self._brain.hear(endpoint, message.daemon_id, message.up_ms / 1000, time.monotonic()):
+            raise _Left(problem)
         first, self._attended = not self._attended, True
         if message.heartbeat_ms:
             faster = message.heartbeat_ms / 1000 < self._heartbeat_s
@@ -253,6 +260,8 @@ class Session:
                 self._send_now()  # the writer still waits as long as it was told before
         if first:
             self._wake.set()  # heartbeats begin
+            if self._probing is None:
+                self._probing = asyncio.create_task(self._look_for_strangers(message.daemon_id))
         if message.retry_max_ms and self._retry_given_s is None:
             self._retry_max_s = message.retry_max_ms / 1000
         version, seq = self._sent
@@ -262,6 +271,10 @@ class Session:
         place = convert.place(message, time.monotonic())
         if place is not None:
             self._on_place(place)
+
+    async def _look_for_strangers(self, daemon_id: str) -> None:
+        if problem := await stranger(self._endpoints, daemon_id):
+            self._on_refused(problem)
 
     async def _note_progress(self) -> None:
         async with self._progress:

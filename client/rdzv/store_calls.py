@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from rdzv.endpoints import Endpoint, grpc_target
+from rdzv import channels
+from rdzv.endpoints import Endpoint
 
 Reply = TypeVar("Reply")
 
@@ -28,23 +29,11 @@ NEWS_S = 5.0
 WAIT_MAX_S = 3600.0
 RETRY_MIN_S = 0.1
 RETRY_MAX_S = 1.0
-CONNECT_S = 3.0  # for a connection; a host that is up answers in a round trip
 REFUSAL_KEY = "refusal"  # trailing metadata of the daemon's refusals: the kind, where several share a code
 LAST_SAID_MAX = 1000  # characters of an error text: gRPC quotes whole addresses and paths in its own
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.enable_http_proxy", 0),  # a proxy for the web is not for a cluster's own network
-    ("grpc.use_local_subchannel_pool", 1),  # connections of one's own, closed when closed
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)),  # gRPC's name for the time a connect may take
-    ("grpc.keepalive_time_ms", 5000),  # a dead host is noticed in a few seconds while a call waits
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),  # without it a frozen peer is found after a minute only
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_send_message_length", -1),  # the daemon knows its limits, and says so
-    ("grpc.max_receive_message_length", -1),
-)
+# The daemon knows its limits, and says so.
+_UNLIMITED: channels.Options = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 # The daemon is away, or not the one that leads. INTERNAL is what a proxy makes of a broken connection.
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL})
@@ -139,8 +128,8 @@ class _Connections:
         stub = self._stubs.get((at, method))
         if stub is None:  # two threads may both come here: the dicts keep one channel, and either stub will do
             if at not in self._channels:
-                target = grpc_target(self._endpoints[at])
-                self._channels.setdefault(at, grpc.insecure_channel(target, options=_CHANNEL_OPTIONS))
+                target, options = channels.target(self._endpoints[at])
+                self._channels.setdefault(at, grpc.insecure_channel(target, options=(*options, *_UNLIMITED)))
             stub = self._channels[at].unary_unary(
                 f"/{SERVICE}/{method}",
                 request_serializer=type(request).SerializeToString,

@@ -11,6 +11,10 @@ class NotLeader(Refusal):
     """Another daemon attends this job. Retry there."""
 
 
+class StillLearning(Refusal):
+    """This daemon was started a moment ago and does not know yet what ran before. Retry."""
+
+
 class NoSuchJob(Refusal):
     """No job of this name, or not the one that was meant. Do not retry."""
 

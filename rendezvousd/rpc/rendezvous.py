@@ -86,7 +86,8 @@ class Renderer:
             retry_max_ms=int(pace.retry_max_s * 1000),
             valid_round_uid=valid_round_uid(job),
             known=known_pb(job.known, job.uid),
-            explain=room.explain(now),
+            explain=self.engine.explain(room),
+            up_ms=int((now - self.engine.began_at) * 1000),
         )
         if round_ is not None and round_.cause is not None:
             message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))

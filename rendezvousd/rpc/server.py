@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rendezvousd.core.settings import Limits
+from rendezvousd.rpc.about import About
 from rendezvousd.rpc.admin import Admin
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.v1 import rendezvous_pb2 as pb
@@ -44,7 +45,7 @@ def server_options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-def rendezvous_handler(streams: RendezvousStreams, admin: Admin) -> grpc.GenericRpcHandler:
+def rendezvous_handler(streams: RendezvousStreams, admin: Admin, about: About) -> grpc.GenericRpcHandler:
     """Return the Rendezvous service. Join moves raw bytes; the rest is rare and is parsed."""
 
     def unary(method: Callable[..., Awaitable[Any]], request: Any, reply: Any) -> grpc.RpcMethodHandler:
@@ -62,6 +63,7 @@ def rendezvous_handler(streams: RendezvousStreams, admin: Admin) -> grpc.Generic
             "WatchJob": grpc.unary_stream_rpc_method_handler(
                 admin.watch_job, pb.GetJobRequest.FromString, pb.JobView.SerializeToString
             ),
+            "GetDaemon": unary(about.get_daemon, pb.GetDaemonRequest, pb.DaemonView),
         },
     )
 

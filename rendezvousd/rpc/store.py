@@ -201,7 +201,7 @@ class StoreService:
         """Return once all that may be told of this namespace is durable, and this daemon may tell it."""
         if space.durable is not None:
             await space.durable.settled()
-            self._scopes.check_lead()
+        self._scopes.check_lead()
 
     # ---------------------------------------------------------------------------------------------------- the calls
 

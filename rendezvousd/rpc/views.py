@@ -18,7 +18,7 @@ def job_view(engine: Engine, room: Room, *, nodes: bool) -> pb.JobView:
         run_id=job.run_id,
         job_uid=job.uid,
         phase=pb.JOB_ENDED if job.ending is not None else pb.JOB_RUNNING if round_ is not None else pb.JOB_GATHERING,
-        explain=room.explain(now),
+        explain=engine.explain(room),
         known=known_pb(job.known, job.uid),
         min_nodes=job.spec.min_nodes,
         max_nodes=job.spec.max_nodes,

@@ -25,6 +25,8 @@ How to write a client in another language:
      the next endpoint, with a jittered delay of at most `retry_max_ms`. Never stop workers for it (unless the job asks
      for `on_daemon_loss = STOP`). UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED and DEADLINE_EXCEEDED are to be retried;
      INVALID_ARGUMENT, FAILED_PRECONDITION and RESOURCE_EXHAUSTED are final and their text is for people.
+  5. Do not attend a daemon of another `daemon_id` that was already up while the former one was still heard: the two
+     know nothing of each other (see `up_ms`).
 
 Times are durations in milliseconds; no instant of any clock crosses the wire.
 """
@@ -662,6 +664,7 @@ class Place(google.protobuf.message.Message):
     HEARTBEAT_MS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     RETRY_MAX_MS_FIELD_NUMBER: builtins.int
+    UP_MS_FIELD_NUMBER: builtins.int
     VALID_ROUND_UID_FIELD_NUMBER: builtins.int
     KNOWN_FIELD_NUMBER: builtins.int
     BREAK_CAUSE_FIELD_NUMBER: builtins.int
@@ -684,6 +687,10 @@ class Place(google.protobuf.message.Message):
     """silent for so long: lost"""
     retry_max_ms: builtins.int
     """bound of the jittered delay before a reconnect"""
+    up_ms: builtins.int
+    """For so long a daemon of this `daemon_id` has been attending nodes. More than the time since another one was last
+    heard: both were there at the same time.
+    """
     valid_round_uid: builtins.str
     """only this round's processes may live; empty: stop all"""
     explain: builtins.str
@@ -716,6 +723,7 @@ class Place(google.protobuf.message.Message):
         heartbeat_ms: builtins.int = ...,
         lease_ms: builtins.int = ...,
         retry_max_ms: builtins.int = ...,
+        up_ms: builtins.int = ...,
         valid_round_uid: builtins.str = ...,
         known: global___Known | None = ...,
         break_cause: global___BreakCause | None = ...,
@@ -727,7 +735,7 @@ class Place(google.protobuf.message.Message):
         ack_seq: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["assigned", b"assigned", "break_cause", b"break_cause", "ended", b"ended", "known", b"known", "removed", b"removed", "status", b"status", "waiting", b"waiting"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack_seq", b"ack_seq", "assigned", b"assigned", "break_cause", b"break_cause", "daemon_id", b"daemon_id", "ended", b"ended", "explain", b"explain", "heartbeat_ms", b"heartbeat_ms", "job_uid", b"job_uid", "known", b"known", "lease_ms", b"lease_ms", "removed", b"removed", "retry_max_ms", b"retry_max_ms", "revision", b"revision", "status", b"status", "term", b"term", "valid_round_uid", b"valid_round_uid", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ack_seq", b"ack_seq", "assigned", b"assigned", "break_cause", b"break_cause", "daemon_id", b"daemon_id", "ended", b"ended", "explain", b"explain", "heartbeat_ms", b"heartbeat_ms", "job_uid", b"job_uid", "known", b"known", "lease_ms", b"lease_ms", "removed", b"removed", "retry_max_ms", b"retry_max_ms", "revision", b"revision", "status", b"status", "term", b"term", "up_ms", b"up_ms", "valid_round_uid", b"valid_round_uid", "waiting", b"waiting"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["status", b"status"]) -> typing.Literal["assigned", "waiting", "ended", "removed"] | None: ...
 
 global___Place = Place
@@ -1005,6 +1013,62 @@ class CloseReply(google.protobuf.message.Message):
     ) -> None: ...
 
 global___CloseReply = CloseReply
+
+@typing.final
+class GetDaemonRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetDaemonRequest = GetDaemonRequest
+
+@typing.final
+class DaemonView(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DAEMON_ID_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    LEADS_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
+    UP_MS_FIELD_NUMBER: builtins.int
+    JOBS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
+    daemon_id: builtins.str
+    """as in Place"""
+    version: builtins.str
+    backend: builtins.str
+    """"memory", "etcd" """
+    leads: builtins.bool
+    """attends nodes; otherwise another daemon on the same backend does, or none"""
+    leader: builtins.str
+    """address of the daemon that leads, if another one is known to"""
+    up_ms: builtins.int
+    """since the process was started"""
+    jobs: builtins.int
+    """attended"""
+    nodes: builtins.int
+    explain: builtins.str
+    """one line for people: how it is, and what is wrong with its backend"""
+    def __init__(
+        self,
+        *,
+        daemon_id: builtins.str = ...,
+        version: builtins.str = ...,
+        backend: builtins.str = ...,
+        leads: builtins.bool = ...,
+        leader: builtins.str = ...,
+        up_ms: builtins.int = ...,
+        jobs: builtins.int = ...,
+        nodes: builtins.int = ...,
+        explain: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "daemon_id", b"daemon_id", "explain", b"explain", "jobs", b"jobs", "leader", b"leader", "leads", b"leads", "nodes", b"nodes", "up_ms", b"up_ms", "version", b"version"]) -> None: ...
+
+global___DaemonView = DaemonView
 
 @typing.final
 class GetJobRequest(google.protobuf.message.Message):

@@ -146,20 +146,23 @@ class Stage:
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         worker: Sequence[str] = STAND_IN,
+        before: Sequence[str] = (),
     ) -> Launcher:
         """Start a node of this name, at the daemon that was started last unless told where."""
         conf_text = ",".join(f"{k}={v}" for k, v in {**CONF, "node_name": name, **(conf or {})}.items())
         where = self.daemons[-1].endpoint if endpoint is None else endpoint
         counts = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
         place = [f"--rdzv-endpoint={where}", f"--rdzv-id={run_id}", f"--rdzv-conf={conf_text}"]
-        return self.run(name, *counts, *place, *options, *worker, env=env)
+        return self.run(name, *counts, *place, *options, *worker, env=env, before=before)
 
-    def run(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Launcher:
-        """Start `rdzvrun` with exactly these arguments."""
+    def run(
+        self, name: str, *arguments: str, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> Launcher:
+        """Start `rdzvrun` with exactly these arguments; `before`: a command that becomes it."""
         log = self.directory / f"{name}-{len(self.launchers)}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [RDZVRUN, *arguments],
+                [*before, RDZVRUN, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -281,7 +284,7 @@ def until(
         time.sleep(POLL_S)
 
 
-def ask(endpoint: str, method: str, request: Any, reply: type[T]) -> T:
+def ask(endpoint: str, method: str, request: Any, reply: type[T], *, limit_s: float = LIMIT_S) -> T:
     """Call a method of the daemon that is meant for operators. grpc.RpcError."""
     with grpc.insecure_channel(endpoint, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(
@@ -289,7 +292,7 @@ def ask(endpoint: str, method: str, request: Any, reply: type[T]) -> T:
             request_serializer=type(request).SerializeToString,
             response_deserializer=reply.FromString,  # type: ignore[attr-defined]
         )
-        answer: T = call(request, timeout=LIMIT_S)
+        answer: T = call(request, timeout=limit_s)
         return answer
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rendezvousd.attendance import Attendance
 from rendezvousd.backends.memory import MemoryBackend
-from rendezvousd.core.errors import NoSuchJob, RoundOver, StoreLost
+from rendezvousd.core.errors import NoSuchJob, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import CloseAsked, NodeHeard, RestartAsked
 from rendezvousd.core.model import Held, Job, JobSpec, Known, NodeSpec, NodeUid, Offer, Phase, RoundUid
 from rendezvousd.core.place import Place, place
@@ -307,7 +307,7 @@ def test_a_store_call_reaches_only_a_scope_that_exists() -> None:
             job, round_uid = a.job(), a.job().known.round_uid
             engine.check("job", job.uid, round_uid, engine.term)
             engine.check("job", job.uid, "", engine.term)
-            with pytest.raises(NoSuchJob):
+            with pytest.raises(StillLearning):
                 engine.check("other", job.uid, "", engine.term)
             with pytest.raises(NoSuchJob):
                 engine.check("job", "another instance", "", engine.term)
@@ -316,6 +316,8 @@ def test_a_store_call_reaches_only_a_scope_that_exists() -> None:
             await engine.tell("job", RestartAsked(by="op", reason=""))
             with pytest.raises(RoundOver, match="op asked for a restart"):
                 engine.check("job", job.uid, round_uid, engine.term)
-            del b
+            await beating([a, b], TIMING.recovery_max_s)
+            with pytest.raises(NoSuchJob):
+                engine.check("other", job.uid, "", engine.term)
 
     simulate(story())

@@ -1,0 +1,191 @@
+"""There is no process whose death ends a job: daemons and members of etcd are killed and stopped in each of its phases.
+
+The quick share of the matrix runs always; all of it with RENDEZVOUSD_FAILOVER=all (some 30 minutes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e import site as sites
+from tests.e2e.history import check, rounds
+from tests.e2e.kit import TOGETHER, Launcher, Stage, until
+from tests.e2e.site import Site, about, leads, site
+
+Fault = Callable[[Site], contextlib.AbstractContextManager[None]]
+
+OF_DAEMONS: list[Fault] = [
+    sites.leader_killed,
+    sites.leader_stopped,
+    sites.all_daemons_killed,
+    sites.all_daemons_stopped,
+]
+OF_ETCD: list[Fault] = [
+    sites.etcd_member_killed,
+    sites.etcd_leader_killed,
+    sites.etcd_leader_stopped,
+    sites.quorum_lost,
+]
+PHASES = ("gathering", "running", "worker dies", "node dies", "ending")
+QUICK = {
+    ("leader_killed", "gathering"),
+    ("leader_killed", "worker dies"),
+    ("leader_killed", "ending"),
+    ("leader_stopped", "running"),
+    ("leader_stopped", "node dies"),
+    ("all_daemons_killed", "worker dies"),
+    ("all_daemons_stopped", "running"),
+    ("etcd_member_killed", "worker dies"),
+    ("etcd_leader_killed", "running"),
+    ("etcd_leader_stopped", "node dies"),
+    ("quorum_lost", "worker dies"),
+}
+CHOSEN = [
+    pytest.param(fault, phase, 3 if fault in OF_ETCD else 1, id=f"{fault.__name__}-{phase}")
+    for fault in [*OF_DAEMONS, *OF_ETCD]
+    for phase in PHASES
+    if os.environ.get("RENDEZVOUSD_FAILOVER") == "all" or (fault.__name__, phase) in QUICK
+]
+
+
+@pytest.mark.parametrize(("fault", "phase", "members"), CHOSEN)
+def test_the_job_goes_on_and_forms_no_more_rounds_than_it_must(
+    stage: Stage, fault: Fault, phase: str, members: int
+) -> None:
+    with site(stage, members=members) as at:
+        formed, codes = STORIES[phase](at, fault)
+        assert [node.ends() for node in stage.launchers] == codes
+    check(stage.progress())
+    assert len(rounds(stage.progress())) == formed, "rounds were formed that nothing called for"
+
+
+def launch(at: Site, name: str, nnodes: str = "2", *, restarts: int = 1) -> Launcher:
+    return at.stage.launch(name, nnodes, restarts=restarts, endpoint=at.endpoint)
+
+
+def gathering(at: Site, fault: Fault) -> tuple[int, list[int]]:
+    """One node waits for the other when it happens."""
+    launch(at, "a").says("waiting: 1 of 2 nodes")
+    with fault(at):
+        launch(at, "b")
+    at.stage.world(2)
+    at.stage.order("finish")
+    return 1, [0, 0]
+
+
+def running(at: Site, fault: Fault) -> tuple[int, list[int]]:
+    """Nobody's workers notice."""
+    launch(at, "a"), launch(at, "b")
+    world = at.stage.world(2)
+    with fault(at):
+        at.stage.goes_on(world)
+    at.stage.goes_on(world)
+    at.stage.order("finish")
+    return 1, [0, 0]
+
+
+def worker_dies(at: Site, fault: Fault) -> tuple[int, list[int]]:
+    """At the same time. What the launcher could not tell at once it tells later."""
+    launch(at, "a"), launch(at, "b")
+    world = at.stage.world(2)
+    os.kill(world.pids[0], signal.SIGKILL)
+    with fault(at):
+        pass
+    again = at.stage.world(2, after=world)
+    assert (again.restart, set(again.nodes)) == (1, {"a", "b"})
+    at.stage.order("finish")
+    return 2, [0, 0]
+
+
+def node_dies(at: Site, fault: Fault) -> tuple[int, list[int]]:
+    """At the same time. It costs no restart."""
+    launch(at, "a", "1:2", restarts=0)
+    doomed = launch(at, "b", "1:2", restarts=0)
+    world = at.stage.world(2)
+    doomed.kill()
+    with fault(at):
+        pass
+    again = at.stage.world(1, after=world)
+    assert (again.restart, again.nodes) == (0, ("a",))
+    at.stage.order("finish")
+    return 2, [0, -signal.SIGKILL]
+
+
+def ending(at: Site, fault: Fault) -> tuple[int, list[int]]:
+    """One node's workers have succeeded when it happens, the other's do so afterwards."""
+    launch(at, "a"), launch(at, "b")
+    at.stage.world(2)
+    at.stage.order("finish-a")
+    until(lambda: at.stage.progress(event="end", node="a"), "a's worker has ended")
+    with fault(at):
+        pass
+    at.stage.order("finish-b")
+    return 1, [0, 0]
+
+
+STORIES = {
+    "gathering": gathering,
+    "running": running,
+    "worker dies": worker_dies,
+    "node dies": node_dies,
+    "ending": ending,
+}
+
+
+def test_training_together_goes_on_whatever_daemon_leads(stage: Stage) -> None:
+    """With real collectives: three times the leader is killed, and then a worker."""
+    with site(stage, daemons=3) as at:
+        for name in ("a", "b"):
+            stage.launch(name, "2", restarts=1, endpoint=at.endpoint, worker=TOGETHER)
+        world = stage.world(2)
+        for _ in range(3):
+            with sites.leader_killed(at):
+                stage.goes_on(world)
+        os.kill(world.pids[1], signal.SIGKILL)
+        again = stage.world(2, after=world)
+        assert again.restart == 1
+        stage.order("finish")
+        assert [node.ends() for node in stage.launchers] == [0, 0]
+    check(stage.progress())
+
+
+def test_a_standby_says_who_leads_and_a_launcher_finds_it(stage: Stage) -> None:
+    with site(stage) as at:
+        leader = at.leader()
+        (standby,) = [daemon for daemon in at.daemons if daemon is not leader]
+        view = about(standby)
+        assert (view.leads, view.leader, view.backend) == (False, leader.endpoint, "etcd")
+        assert view.explain == f"the daemon at {leader.endpoint} leads"
+        assert about(leader).daemon_id == view.daemon_id
+        node = stage.launch("a", endpoint=f"{standby.endpoint},{leader.endpoint}")
+        stage.world(1)
+        stage.order("finish")
+        assert node.ends() == 0
+
+
+@contextlib.contextmanager
+def hosts(stage: Stage, name: str, *addresses: str) -> Iterator[list[str]]:
+    """What a command begins with that is to know this name by all these addresses."""
+    table = stage.directory / "hosts"
+    table.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address in addresses))
+    yield ["unshare", "--mount", "sh", "-c", f'mount --bind {table} /etc/hosts && exec "$@"', "sh"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may let a process see another /etc/hosts")
+def test_a_name_with_several_addresses_is_followed_to_the_daemon_that_leads(stage: Stage) -> None:
+    with site(stage, daemons=0) as at, hosts(stage, "head.test", "127.0.0.1", "127.0.0.2") as beginning:
+        first = at.daemon("127.0.0.1:0")
+        at.leader()
+        second = at.daemon(f"127.0.0.2:{first.port}")
+        nodes = [stage.launch(name, "2", endpoint=f"head.test:{first.port}", before=beginning) for name in ("a", "b")]
+        world = stage.world(2)
+        first.process.kill()
+        until(lambda: leads(second), "the other one leads")
+        stage.goes_on(world)
+        stage.order("finish")
+        assert [node.ends() for node in nodes] == [0, 0]
