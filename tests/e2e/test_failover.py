@@ -154,6 +154,26 @@ def test_training_together_goes_on_whatever_daemon_leads(stage: Stage) -> None:
     check(stage.progress())
 
 
+def test_what_a_job_counts_in_its_store_is_counted_once_whatever_daemon_leads(stage: Stage) -> None:
+    with site(stage, daemons=3) as at:
+        for name in ("a", "b"):
+            stage.launch(name, "2", restarts=1, endpoint=at.endpoint, worker=("-m", "tests.e2e.workers.counter"))
+        world = stage.world(2)
+        for fault in (sites.leader_killed, sites.leader_stopped, sites.leader_killed):
+            with fault(at):
+                stage.goes_on(world)
+        os.kill(world.pids[0], signal.SIGKILL)
+        stage.world(2, after=world)
+        stage.order("finish")
+        assert [node.ends() for node in stage.launchers] == [0, 0]
+    counted = stage.progress(event="counted")
+    counts = sorted(event["count"] for event in counted)
+    # The killed worker may have been counted and not have come to say so.
+    assert len(set(counts)) == len(counts)
+    assert counts[-1] <= len(counts) + 1
+    assert all(event["current"] for event in counted if event["round"] == max(e["round"] for e in counted))
+
+
 def test_a_standby_says_who_leads_and_a_launcher_finds_it(stage: Stage) -> None:
     with site(stage) as at:
         leader = at.leader()

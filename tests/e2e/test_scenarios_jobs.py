@@ -230,3 +230,11 @@ def test_a_node_whose_clock_is_15_minutes_wrong_is_a_node_like_any_other(stage: 
     stage.goes_on(second)
     stage.order("finish")
     assert [node.ends() for node in nodes.values()] == [0, 0]
+
+
+def test_two_daemons_that_share_nothing_are_refused_behind_one_endpoint_list(stage: Stage) -> None:
+    first, second = stage.daemon(), stage.daemon()
+    node = stage.launch("a", endpoint=f"{first.endpoint},{second.endpoint}")
+    assert node.ends() == 1
+    assert f"the daemon at {second.endpoint} knows nothing of the one that attends this node" in node.text()
+    assert "--backend etcd" in node.text()
