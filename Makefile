@@ -2,20 +2,21 @@
 # They make a virtual environment in .venv and install into it; nothing else on the machine is touched.
 
 PYTHON ?= python3
-# The build of torch to use; any from 2.4 on. For a CPU-only wheel elsewhere:
+# The build of torch to use. Another one, from 2.4 on: make test TORCH=torch==2.9.1 CONSTRAINTS= . A CPU-only wheel elsewhere:
 #   make demo PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= --constraint constraints.txt
 PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint proto bench clean
 
-# numpy first and torch by its exact version: scikit-learn must not pull another torch in
-$(VENV)/.installed: pyproject.toml
+# torch first, by its exact version: nothing must pull another one in
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) '$(TORCH)' numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[torch,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) '$(TORCH)' numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) --editable '.[torch,dev]'
 	touch $@
 
 demo: $(VENV)/.installed  ## a daemon, two nodes, real training, a kill, a recovery

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.bench import scale, scenarios
+from tests.bench import durable, scale, scenarios
 from tests.bench.harness import BenchFailed
 from tests.bench.report import Case, machine, write_json
 
@@ -18,6 +18,10 @@ benchmarks:
   node_loss   launcher SIGKILL -> survivors' first all-reduce: 2:3, three nodes x 1
   join        a third node joins a job on two nodes (1:3) -> first all-reduce of three
   scale       N simulated nodes on real streams against a real daemon, and against a bare echo server
+  takeover    the leader of two daemons on etcd SIGKILL -> 8 nodes attended by the next one
+  adopt       a memory daemon SIGKILL and started again -> 8 nodes attended
+  commit      a join written to etcd, against a bare transaction of the same size
+  etcd_rounds 256 simulated nodes on etcd
   all         each of them
 
 The launchers take turns, so that both meet the same machine. Medians, all values and ratios are printed. Run it on a
@@ -33,7 +37,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="+", choices=[*scenarios.BENCHES, "scale", "all"], metavar="NAME")
+    parser.add_argument(
+        "names", nargs="+", choices=[*scenarios.BENCHES, "scale", *durable.BENCHES, "all"], metavar="NAME"
+    )
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="times each side is measured (3)")
     parser.add_argument(
         "--peer-repeat", type=int, metavar="N", help="times torchrun is measured (as --repeat; node_loss: 2)"
@@ -65,7 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.default_int_handler)  # so that what was started is cleared away in both cases
-    names = [*scenarios.BENCHES, "scale"] if "all" in options.names else list(dict.fromkeys(options.names))
+    names = (
+        [*scenarios.BENCHES, "scale", *durable.BENCHES]
+        if "all" in options.names
+        else list(dict.fromkeys(options.names))
+    )
     cases: list[Case] = []
     tables: dict[str, object] = {}
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
@@ -75,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
             if name == "scale":
                 measured = scale.run(options.nodes or [1_000, 10_000], options.repeat, options.idle, options.side)
                 tables["scale"] = measured
+            elif name in durable.BENCHES:
+                cases += durable.BENCHES[name](options.repeat)
             else:
                 cases += scenarios.run(name, options.repeat, options.peer_repeat, options.side)
         except BenchFailed as failure:

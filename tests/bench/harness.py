@@ -187,9 +187,10 @@ def start_server(scene: Stage, name: str, command: Sequence[str], port: int) -> 
     return server
 
 
-def start_daemon(scene: Stage, port: int) -> subprocess.Popen[bytes]:
-    """A rendezvousd as it comes, listening on `port`."""
-    return start_server(scene, "rendezvousd", [command_path("rendezvousd"), "--listen", f"127.0.0.1:{port}"], port)
+def start_daemon(scene: Stage, port: int, *options: str) -> subprocess.Popen[bytes]:
+    """A rendezvousd as it comes but for these options, listening on `port`."""
+    command = [command_path("rendezvousd"), "--listen", f"127.0.0.1:{port}", *options]
+    return start_server(scene, "rendezvousd", command, port)
 
 
 def command_path(name: str) -> str:

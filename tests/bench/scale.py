@@ -32,12 +32,13 @@ ROWS = (
 )
 
 
-def measure(kind: str, nodes: int, idle_s: float) -> Figures:
-    """One run against a fresh server of this kind ("daemon" or "echo"). Raises BenchFailed."""
+def measure(kind: str, nodes: int, idle_s: float, options: Sequence[str] = ()) -> Figures:
+    """One run against a fresh server of this kind ("daemon" or "echo"; the former with these options). Raises
+    BenchFailed."""
     with stage() as scene:
         port = free_port()
         if kind == "daemon":
-            server = start_daemon(scene, port)
+            server = start_daemon(scene, port, *options)
         else:
             command = [sys.executable, "-m", "tests.bench.echo_server", str(port)]
             server = start_server(scene, "echo", command, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import signal
 import subprocess
@@ -17,7 +18,11 @@ from tests.e2e.kit import CONF, STAND_IN, TOGETHER, Event, Launcher, Stage, Worl
 
 PROGRAMS = Path(__file__).with_name("programs")
 ENV_PROBE = str(Path(__file__).resolve().parents[2] / "examples" / "env_probe.py")
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+TORCH = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+# torch 2.4 does not look at entry points yet.
+TORCHRUN = (
+    (str(Path(sys.executable).with_name("torchrun")),) if TORCH >= (2, 5) else (sys.executable, "-m", "rdzv.torchrun")
+)
 
 
 def torchrun(
@@ -31,7 +36,7 @@ def torchrun(
     endpoint: str | None = None,
     options: Sequence[str] = (),
     worker: Sequence[str] = STAND_IN,
-    program: Sequence[str] = (TORCHRUN,),
+    program: Sequence[str] = TORCHRUN,
 ) -> Launcher:
     """Start a stock torchrun at the stage's daemon."""
     texts = {**CONF, "node_name": name, **(conf or {})}
