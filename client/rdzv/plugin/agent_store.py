@@ -43,6 +43,9 @@ class AgentStore(HashStore):  # type: ignore[misc]  # torch is not typed here
         if key == f"{ASSIGNED}{self._seat.group_rank}":
             seat = self._seat
             return json.dumps([seat.first_rank, seat.world_size, seat.role_first_rank, seat.role_world_size]).encode()
+        if key == ALL_DONE:  # as older agents wait for it
+            self.wait([key])
+            return b""
         value: bytes = super().get(key)
         return value
 
