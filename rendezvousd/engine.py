@@ -23,8 +23,9 @@ from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, Tim
 from rendezvousd.core.explain import explain
 from rendezvousd.core.liveness import Pace, pace
 from rendezvousd.core.machine import step, wakes_at
-from rendezvousd.core.model import Job, JobUid
-from rendezvousd.core.place import urgent
+from rendezvousd.core.model import NO_ROUND, Job, JobUid
+from rendezvousd.core.place import urgent, valid_round_uid
+from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import Instance, found, instance, superseding
 from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
@@ -60,6 +61,7 @@ class Room:
     revision: int  # of what its nodes must obey
     wakes_at: float | None = None
     watchers: set[asyncio.Event] = field(default_factory=set)
+    withheld: bool = False  # nodes are not answered: what is being made durable breaks the round that would be named
     said: str = ""  # the last explanation logged, without its numbers
     _explained: tuple[Job, int, float, str] | None = None
 
@@ -114,13 +116,17 @@ class Engine:
         *,
         daemon_id: str = "",
         check_lead: Callable[[], None] = lambda: None,
+        takeover_s: float | None = None,
     ) -> None:
         """`daemon_id` is what daemons that share a backend have in common; `check_lead` raises NotLeader when another
-        daemon may lead: it is asked after reading what a node says and before answering it."""
+        daemon may lead: it is asked after reading what a node says and before answering it. `takeover_s`: how
+        long there may be no leader when one dies; None: the backend forgets, so that none takes over."""
         self.clock = Clock(asyncio.get_running_loop().time)
         self.term = secrets.token_hex(8)
         self.daemon_id = daemon_id or self.term  # on memory, a term of service is a daemon
         self.check_lead = check_lead
+        self.takeover_s = takeover_s or 0.0
+        self._remembers = takeover_s is not None
         self.limits = limits
         self.timing = timing
         self.table = Table(timing)
@@ -141,7 +147,7 @@ class Engine:
         word is settled, and made durable, at once.
         """
         self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
-        believed = pace(job.spec.timing, len(job.nodes))
+        believed = fence.pace(job) if fence.stops(job) else pace(job.spec.timing, len(job.nodes))
         patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
         for uid in job.nodes:
             self.table.attend(job.run_id, uid, ABSENT, now, patience)
@@ -177,6 +183,8 @@ class Engine:
     def pace(self, run_id: str) -> Pace:
         """Return how often nodes of this job speak, as it stands."""
         room = self.rooms.get(run_id)
+        if room is not None and fence.stops(room.job):
+            return fence.pace(room.job)
         return pace(self.timing if room is None else room.job.spec.timing, len(self.table))
 
     def room(self, run_id: str) -> Room:
@@ -267,7 +275,7 @@ class Engine:
         job = None if room is None else room.job
         now = self.clock.now()
         for letter in letters:
-            event = letter.event
+            event = self._dated(run_id, letter.event, now)
             try:
                 if isinstance(event, NodeHeard):
                     job = self._which_job(run_id, job, event, now)
@@ -279,6 +287,12 @@ class Engine:
             except Exception:  # a bug met by one job must not take the others down; a job is a value
                 log.exception("bug: %s left out", type(event).__name__, extra={"run_id": run_id})
         return job
+
+    def _dated(self, run_id: str, event: Event, now: float) -> Event:
+        """Return the event with what has happened since it was posted: a lost node may have been read again."""
+        if not isinstance(event, NodeLost) or (row := self.table.get(run_id, event.uid)) is None:
+            return event
+        return replace(event, again_s=now - row.spoke_at)
 
     def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job:
         """Return the job the speaker belongs to, which may be a new one. Raises LimitExceeded, NoSuchJob."""
@@ -297,7 +311,7 @@ class Engine:
                     return superseding(job, event, uid=uid, seed=seed, now=now)
                 if len(self.rooms) >= self.limits.jobs:
                     raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
-                return found(run_id, event, uid=uid, seed=seed, now=now)
+                return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self._remembers)
 
     def _make_way(self, job: Job) -> None:
         """Let the nodes of a job go whose name is taken by a new submission."""
@@ -326,10 +340,12 @@ class Engine:
             room.wakes_at = wakes_at(job)
             return
         before = None if room is None else room.job
+        if room is not None and fence.stops(room.job):  # what is read while a round's end is written renews no lease
+            room.withheld = valid_round_uid(room.job) not in (NO_ROUND, valid_round_uid(job))
         stored = await self._backend.write(job, expected=0 if room is None else room.stored)
         if room is None:
             room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision)
-        room.job, room.stored, room.wakes_at = job, stored, wakes_at(job)
+        room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
         self._end_namespaces(before, job)
         self._log(room)
         if before is None or urgent(before) != urgent(job):

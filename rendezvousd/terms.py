@@ -19,7 +19,7 @@ from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.desk import Desk
-from rendezvousd.election import Election
+from rendezvousd.election import Election, takeover_s
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.server import Health
@@ -66,6 +66,7 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         config.limits,
                         daemon_id=shared_id(config),
                         check_lead=term.check,
+                        takeover_s=takeover_s(etcd.leader_ttl_s),
                     )
                     now = engine.clock.now()
                     for stored in await backend.load(now):
