@@ -275,7 +275,7 @@ class Engine:
         job = None if room is None else room.job
         now = self.clock.now()
         for letter in letters:
-            event = self._dated(run_id, letter.event, now)
+            event = letter.event
             try:
                 if isinstance(event, NodeHeard):
                     job = self._which_job(run_id, job, event, now)
@@ -287,12 +287,6 @@ class Engine:
             except Exception:  # a bug met by one job must not take the others down; a job is a value
                 log.exception("bug: %s left out", type(event).__name__, extra={"run_id": run_id})
         return job
-
-    def _dated(self, run_id: str, event: Event, now: float) -> Event:
-        """Return the event with what has happened since it was posted: a lost node may have been read again."""
-        if not isinstance(event, NodeLost) or (row := self.table.get(run_id, event.uid)) is None:
-            return event
-        return replace(event, again_s=now - row.spoke_at)
 
     def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job:
         """Return the job the speaker belongs to, which may be a new one. Raises LimitExceeded, NoSuchJob."""

@@ -40,7 +40,6 @@ class NodeLost:
 
     uid: NodeUid
     silent_s: float  # since it was last heard
-    again_s: float | None = None  # since it was heard after all, of which the job has yet to learn
     why: str  # "silent for 5 s", "its connection broke"
 
 

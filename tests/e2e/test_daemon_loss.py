@@ -26,11 +26,11 @@ def pids(stage: Stage, world: World, node: str) -> set[int]:
 def last_sign_of(stage: Stage, gone: set[int]) -> float:
     """When one of these workers last did anything; all of them are no more."""
     until(lambda: not any(p.pid in gone for p in stage.alive()), f"{gone} are gone")
-    return max(e["at"] for e in stage.progress() if e["pid"] in gone)
+    return max(float(e["at"]) for e in stage.progress() if e["pid"] in gone)
 
 
 def first_sign_of(stage: Stage, world: World) -> float:
-    return min(e["at"] for e in stage.progress(event="start") if e["pid"] in world.pids)
+    return min(float(e["at"]) for e in stage.progress(event="start") if e["pid"] in world.pids)
 
 
 def stubborn(stage: Stage, world: World, node: str) -> None:

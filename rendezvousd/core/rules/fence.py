@@ -126,11 +126,10 @@ def fence_node(job: Job, node: Node, read_at: float) -> Job:
 
 
 def fence_lost(job: Job, event: NodeLost, now: float) -> Job:
-    """Return the job waiting for what may live on a node that was lost; one that has spoken again since it was given
-    up, which the job has not learnt yet, may have been acknowledged again."""
+    """Return the job waiting for what may live on a node that was lost. (If it was read again since it was given up,
+    the job is about to hear from it, and waits for it as for anybody who has not stopped.)"""
     node = job.nodes.get(event.uid)
-    silent_s = event.silent_s if event.again_s is None else min(event.silent_s, event.again_s)
-    return job if node is None else fence_node(job, node, now - silent_s)
+    return job if node is None else fence_node(job, node, now - event.silent_s)
 
 
 def fence_all(job: Job, read_at: float) -> Job:
