@@ -10,7 +10,7 @@ PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench clean
+.PHONY: demo test lint proto bench fence clean
 
 # torch first, by its exact version: nothing must pull another one in
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -37,6 +37,9 @@ proto:  ## make rendezvousd/v1 and rendezvousd/etcd from proto/ again
 
 bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the same run (some 20 minutes)
 	$(BIN)/python -m tests.bench all
+
+fence: $(VENV)/.installed  ## 200,000 schedules of --on-daemon-loss=stop, in which no two workers may meet (10 minutes)
+	SCHEDULES=200000 $(BIN)/python -m pytest -s --timeout=0 tests/sim/test_fence.py -k beside
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

@@ -33,6 +33,15 @@ TTL_S = 2
 RENEWALS = 3
 # What ending a lease in an orderly way may take: it only spares the others to wait for its end.
 RESIGN_S = 0.5
+# From the end of a leader's lease to the next one's first answer: etcd looks twice a second for leases that have ended,
+# a candidate is told at once, or looks after a third of the time to live, and jobs are loaded in milliseconds.
+CAMPAIGN_S = 1.0
+
+
+def takeover_s(ttl_s: float) -> float:
+    """Return for how long there may be no leader when one dies. Twice the time to live: when a member of etcd itself
+    fails with it, the new leader among the members lets every lease begin anew."""
+    return 2 * ttl_s + CAMPAIGN_S
 
 
 def boottime() -> float:

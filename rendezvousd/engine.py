@@ -23,8 +23,9 @@ from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, Tim
 from rendezvousd.core.explain import explain
 from rendezvousd.core.liveness import Pace, pace
 from rendezvousd.core.machine import step, wakes_at
-from rendezvousd.core.model import Job, JobUid
-from rendezvousd.core.place import urgent
+from rendezvousd.core.model import NO_ROUND, Job, JobUid
+from rendezvousd.core.place import urgent, valid_round_uid
+from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import Instance, found, instance, superseding
 from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
@@ -51,6 +52,16 @@ class Namespaces(Protocol):
     def job_gone(self, job_uid: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What daemons have in common whose backend outlives them."""
+
+    daemon_id: str
+    takeover_s: float  # for so long there may be no leader when one dies
+    check_lead: Callable[[], None]  # raises NotLeader when another daemon may lead
+    trouble: Callable[[], str]  # what is wrong with the backend; empty: nothing
+
+
 @dataclass(eq=False, slots=True)
 class Room:
     """One job as everybody may see it: durable."""
@@ -60,6 +71,7 @@ class Room:
     revision: int  # of what its nodes must obey
     wakes_at: float | None = None
     watchers: set[asyncio.Event] = field(default_factory=set)
+    withheld: bool = False  # nodes are not answered: what is being made durable breaks the round that would be named
     said: str = ""  # the last explanation logged, without its numbers
     _explained: tuple[Job, int, float, str] | None = None
 
@@ -111,22 +123,15 @@ class Engine:
         backend: Backend,
         timing: Timing,
         limits: Limits,
-        *,
-        daemon_id: str = "",
-        durable_stores: bool = False,
-        check_lead: Callable[[], None] = lambda: None,
-        trouble: Callable[[], str] = lambda: "",
+        shared: Shared | None = None,
     ) -> None:
-        """`daemon_id` is what daemons that share a backend have in common. `durable_stores`: what jobs keep in their
-        own store outlives the daemon. `check_lead` raises NotLeader when another daemon may lead: it is asked after
-        reading what a node says and before answering it. `trouble` is asked what is wrong with the backend."""
+        """`shared`: what daemons on one backend have in common; None: the backend is this daemon's own and forgets."""
         self.clock = Clock(asyncio.get_running_loop().time)
         self.began_at = self.clock.now()
         self.term = secrets.token_hex(8)
-        self.daemon_id = daemon_id or self.term  # on memory, a term of service is a daemon
-        self.durable_stores = durable_stores
-        self.check_lead = check_lead
-        self._trouble = trouble
+        self.shared = shared
+        self.daemon_id = self.term if shared is None else shared.daemon_id  # on memory, a term of service is a daemon
+        self.takeover_s = 0.0 if shared is None else shared.takeover_s
         self.limits = limits
         self.timing = timing
         self.table = Table(timing)
@@ -139,6 +144,12 @@ class Engine:
         self._revision = 0
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
 
+    def check_lead(self) -> None:
+        """Return if this daemon leads; to be asked after reading what a node says and before answering it. Raises
+        NotLeader when another one may."""
+        if self.shared is not None:
+            self.shared.check_lead()
+
     def take_over(self, job: Job, stored: int, now: float) -> None:
         """Attend a job that a daemon before this one stored at this revision; before `run`.
 
@@ -147,7 +158,7 @@ class Engine:
         word is settled, and made durable, at once.
         """
         self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
-        believed = pace(job.spec.timing, len(job.nodes))
+        believed = fence.pace(job) if fence.stops(job) else pace(job.spec.timing, len(job.nodes))
         patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
         for uid in job.nodes:
             self.table.attend(job.run_id, uid, ABSENT, now, patience)
@@ -183,6 +194,8 @@ class Engine:
     def pace(self, run_id: str) -> Pace:
         """Return how often nodes of this job speak, as it stands."""
         room = self.rooms.get(run_id)
+        if room is not None and fence.stops(room.job):
+            return fence.pace(room.job)
         return pace(self.timing if room is None else room.job.spec.timing, len(self.table))
 
     def room(self, run_id: str) -> Room:
@@ -194,7 +207,8 @@ class Engine:
 
     def explain(self, room: Room) -> str:
         """Return why the job is where it is, and what is wrong with the backend."""
-        text, trouble = room.explain(self.clock.now()), self._trouble()
+        text = room.explain(self.clock.now())
+        trouble = "" if self.shared is None else self.shared.trouble()
         return f"{text}; {trouble}" if trouble else text
 
     async def tell(self, run_id: str, event: Event) -> None:
@@ -206,7 +220,7 @@ class Engine:
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver, StoreLost or StillLearning."""
-        outlives = self.durable_stores and not round_uid
+        outlives = self.shared is not None and not round_uid
         if generation and generation != self.term and not outlives:  # first: the job may not be known here yet
             raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
         if self._learning(run_id):
@@ -221,7 +235,7 @@ class Engine:
         """Return whether nodes may yet tell of this job what was before this daemon."""
         room = self.rooms.get(run_id)
         unknown = room is None or room.job.recovering is not None
-        return unknown and not self.durable_stores and self.clock.now() < self.timing.recovery_max_s
+        return unknown and self.shared is None and self.clock.now() < self.timing.recovery_max_s
 
     def add_namespaces(self, namespaces: Namespaces) -> None:
         """Tell this keeper of contents when rounds and jobs end."""
@@ -317,7 +331,7 @@ class Engine:
                     return superseding(job, event, uid=uid, seed=seed, now=now)
                 if len(self.rooms) >= self.limits.jobs:
                     raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
-                return found(run_id, event, uid=uid, seed=seed, now=now)
+                return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self.shared is not None)
 
     def _make_way(self, job: Job) -> None:
         """Let the nodes of a job go whose name is taken by a new submission."""
@@ -346,10 +360,12 @@ class Engine:
             room.wakes_at = wakes_at(job)
             return
         before = None if room is None else room.job
+        if room is not None and fence.stops(room.job):  # what is read while a round's end is written renews no lease
+            room.withheld = valid_round_uid(room.job) not in (NO_ROUND, valid_round_uid(job))
         stored = await self._backend.write(job, expected=0 if room is None else room.stored)
         if room is None:
             room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision)
-        room.job, room.stored, room.wakes_at = job, stored, wakes_at(job)
+        room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
         self._end_namespaces(before, job)
         self._log(room)
         if before is None or urgent(before) != urgent(job):

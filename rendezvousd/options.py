@@ -258,6 +258,7 @@ OPTIONS: tuple[Option, ...] = (
     _timing("offer-timeout", "offer_s", "for a node that has stopped to be ready for the next round", 1.0),
     _timing("recovery", "recovery_s", "after a restart, for nodes of a running round to come back, since the last did"),
     _timing("recovery-max", "recovery_max_s", "... and its bound"),
+    _timing("kill-time", "kill_s", "from killing workers to their being gone, with --on-daemon-loss=stop"),
     _timing("ended-readable", "ended_s", "for which the outcome of a job can be read"),
     _timing("calm-soon", "calm_soon_s", "a round that broke so soon after growing makes the next growth wait longer"),
     _timing("calm-reset", "calm_reset_s", "without a break after which growth is trusted again"),

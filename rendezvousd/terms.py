@@ -21,8 +21,8 @@ from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.desk import Desk
-from rendezvousd.election import Election
-from rendezvousd.engine import Engine
+from rendezvousd.election import Election, takeover_s
+from rendezvousd.engine import Engine, Shared
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.server import Health
 from rendezvousd.rpc.store import StoreService
@@ -63,15 +63,13 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                 office.desk.close("no daemon leads yet")
                 async with election.term() as term:
                     backend = EtcdBackend(client, term, etcd.prefix)
-                    engine = Engine(
-                        backend,
-                        config.timing,
-                        config.limits,
+                    shared = Shared(
                         daemon_id=shared_id(config),
-                        durable_stores=True,
-                        trouble=client.health.describe,
+                        takeover_s=takeover_s(etcd.leader_ttl_s),
                         check_lead=term.check,
+                        trouble=client.health.describe,
                     )
+                    engine = Engine(backend, config.timing, config.limits, shared)
                     stores = EtcdStores(client, term, etcd.prefix)
                     now = engine.clock.now()
                     found = await backend.load(now)

@@ -11,12 +11,14 @@ So it makes no difference in which order things come, or how often they are said
     (dealt) → STARTING → RUNNING → SUCCEEDED
                   │          ├───→ FAILED              a worker failed; the rest of the node is being stopped
                   └──────────┴───→ STOPPING → STOPPED  told to stop, leaving, or its store is lost
+                                   └──→ FENCED         ... or no daemon renews its lease
 
 and is `gone` when no process of it is left; only then may the node offer itself for the next one.
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import assert_never
 
@@ -24,6 +26,7 @@ from rdzv import wording
 from rdzv.model import (
     NO_RETRY,
     SPAWN,
+    CutShort,
     DaemonAway,
     DaemonRefused,
     DropStore,
@@ -33,6 +36,7 @@ from rdzv.model import (
     Held,
     Hurry,
     Known,
+    LeaseEnds,
     LeaveAsked,
     MasterReached,
     MasterUnreachable,
@@ -44,6 +48,7 @@ from rdzv.model import (
     Say,
     Spawn,
     SpawnFailed,
+    Stop,
     StoreFailed,
     StoreLost,
     StoreOpened,
@@ -56,9 +61,9 @@ from rdzv.model import (
     WorkersStarted,
 )
 from rdzv.node import Agent, Away, Config, StoreTrouble, material, standing
-from rdzv.rules import DONE_ALONE_S, Step, settle, wakes_at
+from rdzv.rules import DONE_ALONE_S, Step, lease_ends_at, settle, wakes_at
 
-__all__ = ["Agent", "Config", "begin", "standing", "step", "wakes_at"]
+__all__ = ["Agent", "Config", "begin", "lease_ends_at", "standing", "step", "wakes_at"]
 
 FAILURES_MAX = 8  # the first few tell what happened; a node of 64 workers need not tell it 64 times
 STORE_RETRY_S = 1.0  # between two attempts to open a bootstrap store
@@ -108,9 +113,9 @@ def _apply(agent: Agent, fact: Fact, now: float) -> Step:
                 return agent, []  # news of a round that is no longer this node's
             return _round_news(agent, agent.held, fact, now)
         case LeaveAsked():
-            if agent.leaving is not None:
-                return agent, [Hurry()]
-            return replace(agent, leaving=fact), [Say(Topic.NEWS, wording.leaving(fact, busy=not agent.idle))]
+            return _leave_asked(agent, fact)
+        case LeaseEnds():
+            return _lease_ends(agent, fact, now)
         case TimePassed():
             return agent, []
         case _:
@@ -126,6 +131,9 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
         return agent, said
     earlier_term = agent.earlier_term or (old is not None and old.term != place.term)
     agent = replace(agent, place=place, known=_greatest(agent.known, place.known), earlier_term=earlier_term)
+    if agent.fence is not None and place.sent_at is not None:
+        fence = agent.fence.renewed(place.valid_round_uid, place.sent_at, place.lease_s)
+        agent = replace(agent, fence=fence)
     if isinstance(place.status, Ended | Removed):
         if agent.leaving is not None:
             return agent, said  # it goes for its own reason already; this is only the daemon's goodbye
@@ -159,8 +167,36 @@ def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:
         left_s = agent.config.join_timeout_s - (now - max(away.since, agent.idle_at))
         said = Say(Topic.WAIT, wording.no_daemon(fact.text, left_s))
         return replace(agent, away=away), [said]
-    text = wording.away_while_done(fact.text, DONE_ALONE_S) if agent.done else wording.away_while_training(fact.text)
+    if agent.done:
+        text = wording.away_while_done(fact.text, DONE_ALONE_S)
+    elif agent.fence is not None:
+        text = wording.away_while_fenced(fact.text, agent.fence.lease_s)
+    else:
+        text = wording.away_while_training(fact.text, agent.config.daemon_loss_timeout_s)
     return replace(agent, away=replace(away, said=True)), [Say(Topic.WARN, text)]
+
+
+def _leave_asked(agent: Agent, fact: LeaveAsked) -> Step:
+    if agent.leaving is not None:
+        return agent, [Hurry()]
+    return replace(agent, leaving=fact), [Say(Topic.NEWS, wording.leaving(fact, busy=not agent.idle))]
+
+
+def _lease_ends(agent: Agent, fact: LeaseEnds, now: float) -> Step:
+    """The round is over here, whatever is heard after this."""
+    held, fence = agent.held, agent.fence
+    if held is None or fence is None or held.round_uid != fact.round_uid:
+        return agent, []
+    if held.stop_at is not None:
+        return (replace(agent, fence=replace(fence, cut=True)), [CutShort()]) if fact.left_s <= 0 else (agent, [])
+    said = Say(Topic.WARN, wording.lease_ends(held.assignment, fence.lease_s, agent.away.text if agent.away else ""))
+    if not held.spawned:
+        held = replace(held.moved({Phase.STARTING: Phase.FENCED}), gone=True, fenced=True)
+        return replace(agent, held=held, fence=None, idle_at=now), [said]
+    phases = dict.fromkeys((Phase.STARTING, Phase.RUNNING), Phase.STOPPING)
+    held = replace(held.moved(phases), stop_at=now - fact.late_s, fenced=True)
+    stop = Stop(round_uid=held.round_uid, signal=int(signal.SIGTERM), grace_s=max(0.0, fact.left_s))
+    return replace(agent, held=held), [said, stop]
 
 
 def _store_news(agent: Agent, fact: StoreOpened | StoreFailed | StoreLost, now: float) -> Step:
@@ -208,7 +244,7 @@ def _round_news(
             if held.phase is not Phase.STARTING or held.spawned:
                 return agent, []
             held = replace(held, phase=Phase.STOPPED, gone=True, master_unreachable=True)
-            return replace(agent, held=held, idle_at=now), [Say(Topic.WARN, fact.text)]
+            return replace(agent, held=held, fence=None, idle_at=now), [Say(Topic.WARN, fact.text)]
         case WorkersStarted():
             held = replace(held.moved({Phase.STARTING: Phase.RUNNING}), started_at=now)
             return replace(agent, held=held), []
@@ -219,8 +255,9 @@ def _round_news(
         case WorkersGone():
             if held.stop_at is None:
                 return agent, []  # only what was stopped can be said to be gone
-            held = replace(held.moved({Phase.STOPPING: Phase.STOPPED}), gone=True)
-            return _after_instant_failure(replace(agent, held=held, idle_at=now), held, now)
+            stopped = Phase.FENCED if held.fenced else Phase.STOPPED
+            held = replace(held.moved({Phase.STOPPING: stopped}), gone=True)
+            return _after_instant_failure(replace(agent, held=held, fence=None, idle_at=now), held, now)
         case _:
             assert_never(fact)
 

@@ -66,11 +66,7 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
         Argument("master-addr", "HOST", "the daemon's host when no --rdzv-endpoint is given"),
         Argument("master-port", "PORT", "the daemon's port when no --rdzv-endpoint is given; default 29400"),
         Argument("local-addr", "HOST", "address at which the other nodes reach this one; default: found out"),
-        Argument(
-            "on-daemon-loss",
-            "continue|stop",
-            "what workers do while no daemon is heard; default continue (stop is not available yet)",
-        ),
+        Argument("on-daemon-loss", "continue|stop", "what workers do while no daemon is heard; default continue"),
     ),
     "the workers": (
         Argument("module", None, "run a module, as python -m", short="-m"),

@@ -31,6 +31,7 @@ _PHASES = {
     Phase.FAILED: pb.FAILED,
     Phase.STOPPING: pb.STOPPING,
     Phase.STOPPED: pb.STOPPED,
+    Phase.FENCED: pb.FENCED,
 }
 _WAITS = {
     pb.GATHERING: WaitReason.GATHERING,
@@ -40,6 +41,7 @@ _WAITS = {
     pb.COOLDOWN: WaitReason.COOLDOWN,
 }
 _GROWS = {"quiet": pb.GROW_QUIET, "now": pb.GROW_NOW, "never": pb.GROW_NEVER}
+_DAEMON_LOSSES = {"continue": pb.ON_DAEMON_LOSS_CONTINUE, "stop": pb.ON_DAEMON_LOSS_STOP}
 _OUTCOMES = {
     pb.OUTCOME_SUCCEEDED: Outcome.SUCCEEDED,
     pb.OUTCOME_FAILED: Outcome.FAILED,
@@ -70,7 +72,7 @@ def identity(options: Options, node_uid: str) -> Identity:
         node_rank=options.node_rank,
         topology=conf.topology,
         stop_grace_ms=round(options.shutdown_timeout_s * 1000),
-        on_daemon_loss=pb.ON_DAEMON_LOSS_CONTINUE,  # the only one there is so far
+        on_daemon_loss=_DAEMON_LOSSES[options.on_daemon_loss],
         grow=_GROWS[conf.grow],
         timeouts=pb.Timeouts(**conf.timeouts()),
         entry_digest=entry_digest(options),
@@ -115,10 +117,11 @@ def node_state(
     return state
 
 
-def place(message: pb.Place, now: float) -> Place | None:
+def place(message: pb.Place, now: float, sent_at: float | None = None) -> Place | None:
     """Return the place told, or None if it says nothing that this launcher understands.
 
-    A failure's age is turned into an instant of this machine, `now` being when the message came.
+    A failure's age is turned into an instant of this machine, `now` being when the message came. `sent_at`: when what
+    it acknowledges was sent, for those who count from there.
     """
     status = _status(message, now)
     if status is None:
@@ -132,6 +135,7 @@ def place(message: pb.Place, now: float) -> Place | None:
         known=_known_in(message.known),
         status=status,
         lease_s=message.lease_ms / 1000,
+        sent_at=sent_at,
         cause=_cause(message.break_cause, now) if message.HasField("break_cause") else None,
         explain=message.explain,
     )

@@ -17,8 +17,9 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, assert_never
 
 from rdzv import agent as agents
-from rdzv import model
+from rdzv import model, wording
 from rdzv.aside import aside
+from rdzv.boottime import boottime
 from rdzv.console import Console
 from rdzv.endpoints import Endpoint
 from rdzv.options import Options
@@ -80,6 +81,7 @@ class Launcher:
             self._process_fact,
             zygote=zygote_plan(self._options, self._environ),
             isolate=self._options.isolate == "pid",
+            fenced=self._options.on_daemon_loss == "stop",
         )
         try:
             async with self._tasks:
@@ -130,6 +132,8 @@ class Launcher:
             endpoints=", ".join(map(str, self._endpoints)),
             stop_grace_s=options.shutdown_timeout_s,
             join_timeout_s=options.rdzv_conf.join_s or JOIN_TIMEOUT_S,
+            fenced=options.on_daemon_loss == "stop",
+            daemon_loss_timeout_s=options.rdzv_conf.daemon_loss_timeout_s,
         )
         self._agent, orders = agents.begin(config, self._loop.time())
         self._session = Session(
@@ -173,6 +177,20 @@ class Launcher:
     # -------------------------------------------------------------------------------------------- facts
 
     def _tell(self, fact: model.Fact) -> None:
+        """The end of a lease comes before all that was seen later, also by a launcher that was stopped itself."""
+        ends_at = agents.lease_ends_at(self._agent)
+        if ends_at is not None and (now := boottime()) >= ends_at:
+            self._lease_ends(now)
+        self._step(fact)
+
+    def _lease_ends(self, now: float) -> None:
+        """`now` is by CLOCK_BOOTTIME."""
+        fence = self._agent.fence
+        assert fence is not None
+        late_s = now - fence.term_at(self._options.shutdown_timeout_s)
+        self._step(model.LeaseEnds(round_uid=fence.round_uid, late_s=late_s, left_s=max(0.0, fence.kill_at() - now)))
+
+    def _step(self, fact: model.Fact) -> None:
         self._agent, orders = agents.step(self._agent, fact, self._loop.time())
         for order in orders:
             self._obey(order)
@@ -183,6 +201,10 @@ class Launcher:
         if self._timer is not None:
             self._timer.cancel()
         instants = [at for at in (agents.wakes_at(self._agent), self._console.wakes_at()) if at is not None]
+        if (ends_at := agents.lease_ends_at(self._agent)) is not None:
+            instants.append(self._loop.time() + ends_at - boottime())
+        if self._agent.config.fenced:
+            self._supervisor.fence(self._agent.fence.until if self._agent.fence is not None else None)
         self._timer = self._loop.call_at(min(instants), self._time_passed) if instants else None
 
     def _time_passed(self) -> None:
@@ -228,7 +250,9 @@ class Launcher:
                 if not fact.missing:
                     self._say(model.Topic.WARN, f"the zygote ended ({fact.text}); workers are started by exec")
             case processes.SpawnerEnded():
-                self._say(model.Topic.WARN, f"{fact.text}; all processes of this node ended with it")
+                fenced = self._agent.fence is not None and boottime() >= self._agent.fence.until
+                text = f"{fact.text}; all processes of this node ended with it"
+                self._say(model.Topic.WARN, wording.lease_ended() if fenced else text)
             case _:
                 assert_never(fact)
 
@@ -247,6 +271,8 @@ class Launcher:
                 self._console.say(order, self._loop.time())
             case model.Hurry():
                 self._hurried = True
+                self._supervisor.hurry()
+            case model.CutShort():
                 self._supervisor.hurry()
             case model.Exit():
                 self._exit.set_result(order)
@@ -315,6 +341,8 @@ class Launcher:
                     scratch=self._scratch.path,
                 )
                 self._say_log_dir(self._workers.log_dir)
+                if not self._may_spawn():
+                    return  # it is being told
                 await self._supervisor.spawn(seat.round_uid, commands)
             except processes.SpawnFailed as failed:
                 fact = model.SpawnFailed(round_uid=seat.round_uid, local_rank=failed.local_rank, text=failed.text)
@@ -326,6 +354,11 @@ class Launcher:
                 self._tell(model.WorkersStarted(round_uid=seat.round_uid))
             finally:
                 self._workers.started()
+
+    def _may_spawn(self) -> bool:
+        """Nothing is spawned in the last moments of a lease, or after it."""
+        ends_at = agents.lease_ends_at(self._agent)
+        return ends_at is None or boottime() < ends_at
 
     def _say_log_dir(self, path: str) -> None:
         if path and path != self._log_dir_said:

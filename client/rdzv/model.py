@@ -131,6 +131,7 @@ class Place:
     known: Known
     status: Status
     lease_s: float
+    sent_at: float | None = None  # what it answers, by CLOCK_BOOTTIME; only with --on-daemon-loss=stop
     daemon_id: str = ""
     cause: Cause | None = None
     explain: str = ""
@@ -148,6 +149,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
     STOPPING = "stopping"
     STOPPED = "stopped"
+    FENCED = "fenced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,7 @@ class Held:
     ended: frozenset[int] = frozenset()  # local ranks whose own process is over
     started_at: float | None = None  # when all were known to run
     stop_at: float | None = None  # when their stop was ordered
+    fenced: bool = False  # because no daemon renewed their lease
     failures: tuple[Failure, ...] = ()  # earliest first
     master_unreachable: bool = False
     store_lost: bool = False
@@ -179,7 +182,7 @@ class Held:
     @property
     def over(self) -> bool:
         """Whether this node itself knows that the round cannot go on."""
-        return self.phase in (Phase.FAILED, Phase.STOPPED) or self.store_lost
+        return self.phase in (Phase.FAILED, Phase.STOPPED, Phase.FENCED) or self.fenced or self.store_lost
 
     def moved(self, phases: Mapping[Phase, Phase]) -> Held:
         """Return it with its phase mapped; a phase that is not named stays."""
@@ -304,6 +307,15 @@ class LeaveAsked:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEnds:
+    """No daemon has renewed the lease of the workers of a round in time."""
+
+    round_uid: str
+    late_s: float  # since they should have been told to stop
+    left_s: float  # until they are killed; 0: now
+
+
 @dataclass(frozen=True, slots=True)
 class TimePassed:
     pass
@@ -323,6 +335,7 @@ Fact: TypeAlias = (
     | WorkerEnded
     | WorkersGone
     | LeaveAsked
+    | LeaseEnds
     | TimePassed
 )
 
@@ -368,6 +381,11 @@ class Hurry:
     """The grace of the stop under way is over now."""
 
 
+@dataclass(frozen=True, slots=True)
+class CutShort:
+    """The same, and stops to come have their grace."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
     """The daemon is to hear this: at once, or with the next heartbeat."""
@@ -399,4 +417,4 @@ class Exit:
     flush_s: float = 0.0
 
 
-Order: TypeAlias = OpenStore | DropStore | ReachMaster | Spawn | Stop | Hurry | Tell | Say | Exit
+Order: TypeAlias = OpenStore | DropStore | ReachMaster | Spawn | Stop | Hurry | CutShort | Tell | Say | Exit

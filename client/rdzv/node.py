@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from rdzv.fence import Fence
 from rdzv.model import Ended, Held, Known, LeaveAsked, Offer, Phase, Place, Removed, Standing
 
 
@@ -15,6 +16,8 @@ class Config:
     endpoints: str  # for people
     stop_grace_s: float = 30.0
     join_timeout_s: float = 600.0  # without a daemon and without workers for so long: give up
+    fenced: bool = False  # workers end with the lease (--on-daemon-loss=stop)
+    daemon_loss_timeout_s: float | None = None  # without a daemon that was there, for so long: give up, workers or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class Agent:
     known: Known = field(default_factory=Known)
     earlier_term: bool = False  # it obeyed another term before the one it obeys now
     held: Held | None = None
+    fence: Fence | None = None  # of the held round, until nothing of it lives; only if `config.fenced`
     offer: Offer | None = None  # standing, or being opened
     hosted: str = ""  # the offer whose store serves the held round; empty: none
     offers: int = 0  # made so far

@@ -38,6 +38,7 @@ from rdzv.values import (
 __all__ = ["Options", "UsageError", "entry_digest", "parse"]
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+_RETRY_MAX_S = 1.0  # what the daemon reckons with where workers end with their lease
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's
 _BACKENDS_OF_TORCH = ("c10d", "static", "etcd", "etcd-v2")
 
@@ -60,7 +61,7 @@ class Options:
     submission: str  # shared by the nodes of one submission; "": none
     node_name: str
     local_addr: str | None
-    on_daemon_loss: Literal["continue"]
+    on_daemon_loss: Literal["continue", "stop"]
     module: bool
     no_python: bool
     run_path: bool
@@ -101,6 +102,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     conf = values.take("rdzv_conf", RdzvConf(), reading(parse_rdzv_conf))
     notes += [f"--rdzv-conf: {note}" for note in conf.notes]
     run_id = values.take("rdzv_id", "", as_name)
+    on_daemon_loss = _on_daemon_loss(values, conf)
     how = _how(values, line, notes)
     notes += _notes(values, environ)
     return Options(
@@ -117,7 +119,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         submission=conf.submission or scheduler_submission(environ),
         node_name=conf.node_name or os.uname().nodename,
         local_addr=values.take("local_addr", None, as_address),
-        on_daemon_loss=values.take("on_daemon_loss", "continue", as_on_daemon_loss),
+        on_daemon_loss=on_daemon_loss,
         module=how.module,
         no_python=how.no_python,
         run_path=how.run_path,
@@ -162,6 +164,16 @@ def _random_id() -> str:
     from uuid import uuid4  # only needed here, and slow to import
 
     return str(uuid4())
+
+
+def _on_daemon_loss(values: Values, conf: RdzvConf) -> Literal["continue", "stop"]:
+    wanted = values.take("on_daemon_loss", "continue", as_on_daemon_loss)
+    if wanted == "stop" and conf.retry_max_s is not None and conf.retry_max_s > _RETRY_MAX_S:
+        raise UsageError(
+            f"--rdzv-conf: retry_max={conf.retry_max_s:g} and --on-daemon-loss=stop: the workers' lease could end in "
+            f"such a pause; expected at most {_RETRY_MAX_S:g}"
+        )
+    return "stop" if wanted == "stop" else "continue"
 
 
 def _shutdown_timeout(values: Values, environ: Mapping[str, str]) -> float:

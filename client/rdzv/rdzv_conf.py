@@ -41,6 +41,7 @@ class RdzvConf:
     short_round_s: float | None = None
     short_rounds_max: int | None = None
     retry_max_s: float | None = None
+    daemon_loss_timeout_s: float | None = None  # None: never
     submission: str | None = None
     topology: str = ""
     node_name: str | None = None
@@ -189,6 +190,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "short_round": _seconds,
     "short_rounds_max": _count,
     "retry_max": _seconds,
+    "daemon_loss_timeout": _seconds,
     "submission": _text,
     "topology": _text,
     "node_name": _text,
@@ -240,6 +242,7 @@ def _assemble(values: Mapping[str, Any]) -> tuple[RdzvConf, list[str]]:
         short_round_s=values.get("short_round"),
         short_rounds_max=values.get("short_rounds_max"),
         retry_max_s=values.get("retry_max"),
+        daemon_loss_timeout_s=values.get("daemon_loss_timeout"),
         submission=values.get("submission"),
         topology=values.get("topology", ""),
         node_name=values.get("node_name"),

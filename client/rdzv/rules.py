@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from rdzv import wording
+from rdzv.fence import Fence
 from rdzv.model import (
     Assignment,
     DropStore,
     Ended,
     Exit,
     Held,
+    LeaveAsked,
     Offer,
     OpenStore,
     Order,
@@ -41,10 +43,30 @@ Step: TypeAlias = tuple[Agent, list[Order]]
 
 def settle(agent: Agent, now: float) -> Step:
     orders: list[Order] = []
-    for rule in (_stop_what_may_not_live, _drop_hosted, _take_seat, _keep_offer, _end):
+    for rule in (_give_up_daemon, _stop_what_may_not_live, _drop_hosted, _take_seat, _keep_offer, _end):
         agent, more = rule(agent, now)
         orders.extend(more)
     return agent, orders
+
+
+def _give_up_daemon(agent: Agent, now: float) -> Step:
+    """Leave a job whose daemon has been away for longer than its user wants to train without one."""
+    at = _daemon_given_up_at(agent)
+    if at is None or now < at:
+        return agent, []
+    assert agent.away is not None
+    assert agent.config.daemon_loss_timeout_s is not None
+    reason = wording.daemon_given_up(agent.config.endpoints, agent.config.daemon_loss_timeout_s, agent.away.text)
+    asked = LeaveAsked(signal=0, reason=reason)
+    return replace(agent, leaving=asked), [Say(Topic.WARN, wording.leaving(asked, busy=not agent.idle))]
+
+
+def _daemon_given_up_at(agent: Agent) -> float | None:
+    """Return when a node that has attended a daemon, and is not done, gives up waiting for it; None: not at all."""
+    timeout_s = agent.config.daemon_loss_timeout_s
+    if timeout_s is None or agent.away is None or agent.place is None or agent.doomed or agent.done:
+        return None
+    return agent.away.since + timeout_s
 
 
 def _stop_what_may_not_live(agent: Agent, now: float) -> Step:
@@ -57,7 +79,7 @@ def _stop_what_may_not_live(agent: Agent, now: float) -> Step:
     told = {Phase.STARTING: Phase.STOPPING, Phase.RUNNING: Phase.STOPPING}
     if not held.spawned:
         held = replace(held.moved(dict.fromkeys(told, Phase.STOPPED)), gone=True)
-        return replace(agent, held=held, idle_at=now), []
+        return replace(agent, held=held, fence=None, idle_at=now), []
     agent = replace(agent, held=replace(held.moved(told), stop_at=now))
     number = (agent.leaving.signal if agent.leaving is not None else 0) or signal.SIGTERM
     return agent, [Stop(round_uid=held.round_uid, signal=int(number), grace_s=agent.config.stop_grace_s)]
@@ -80,6 +102,10 @@ def _take_seat(agent: Agent, now: float) -> Step:
     if seat.round_uid != place.valid_round_uid or (last is not None and seat.round <= last.assignment.round):
         return agent, []
     held, offer = Held(assignment=seat), agent.offer
+    if agent.config.fenced:
+        fence = Fence(round_uid=seat.round_uid)
+        sent_at = place.sent_at if place.sent_at is not None else 0.0
+        agent = replace(agent, fence=fence.renewed(place.valid_round_uid, sent_at, place.lease_s))
     said = Say(Topic.NEWS, wording.formed(seat))
     if offer is not None and offer.port is not None and offer.offer_id == seat.master_offer_id:
         agent = replace(agent, held=replace(held, spawned=True), offer=None, hosted=offer.offer_id)
@@ -89,7 +115,8 @@ def _take_seat(agent: Agent, now: float) -> Step:
     agent = replace(agent, offer=None)
     if seat.group_rank == 0:
         held = replace(held, phase=Phase.STOPPED, gone=True, store_lost=True)
-        return replace(agent, held=held, idle_at=now), [*drops, Say(Topic.WARN, wording.own_store_lost(seat))]
+        said = Say(Topic.WARN, wording.own_store_lost(seat))
+        return replace(agent, held=held, fence=None, idle_at=now), [*drops, said]
     reach = ReachMaster(round_uid=seat.round_uid, addr=seat.master_addr, port=seat.master_port)
     return replace(agent, held=held), [*drops, said, reach]
 
@@ -162,9 +189,12 @@ def alone_until(agent: Agent) -> float | None:
 
 def wakes_at(agent: Agent) -> float | None:
     """Return when the agent next needs a TimePassed, or None if only other facts move it."""
+    given_up_at = _daemon_given_up_at(agent)
+    instants = [] if given_up_at is None else [given_up_at]
     if not agent.idle:
-        return None
-    instants = [agent.trouble.retry_at] if agent.trouble is not None and agent.offer is None else []
+        return given_up_at
+    if agent.trouble is not None and agent.offer is None:
+        instants.append(agent.trouble.retry_at)
     if agent.pause_until and not agent.doomed:
         instants.append(agent.pause_until)
     if isinstance(agent.over, Ended):
@@ -172,3 +202,12 @@ def wakes_at(agent: Agent) -> float | None:
     elif (alone := alone_until(agent)) is not None:
         instants.append(alone)
     return min(instants, default=None)
+
+
+def lease_ends_at(agent: Agent) -> float | None:
+    """Return when the agent needs to hear that the lease ends, by CLOCK_BOOTTIME: first for the workers to be told to
+    stop, then for them to be killed. None: nothing lives that has one, or all was said."""
+    fence, held = agent.fence, agent.held
+    if fence is None or held is None or fence.cut:
+        return None
+    return fence.term_at(agent.config.stop_grace_s) if held.stop_at is None else fence.kill_at()

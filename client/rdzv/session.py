@@ -22,10 +22,12 @@ import grpc
 from rdzv import channels, convert
 from rdzv.address import local_address
 from rdzv.aside import aside
+from rdzv.boottime import boottime
 from rdzv.brains import Brain, stranger
 from rdzv.channels import CONNECT_S
 from rdzv.convert import Identity
 from rdzv.endpoints import Endpoint
+from rdzv.fence import Sendings
 from rdzv.model import Failure, Place, Standing
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
@@ -104,6 +106,7 @@ class Session:
         self._open = False
         self._attended = False  # a place was heard on it
         self._seq = 0
+        self._sendings: Sendings | None = None  # if it matters when what is answered was sent
         self._body: tuple[int, bytes] | None = None  # a version and how it is written
         self._ages: dict[tuple[int, int, float], int] = {}  # failures already told: as old as they were then
         self._sent: tuple[int, int] = (-1, 0)  # the newest version sent, and the seq that first carried it
@@ -163,6 +166,8 @@ class Session:
         call = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
         self._stream_no += 1
         self._open, self._seq, self._body, self._ages, self._sent = True, 0, None, {}, (-1, 0)
+        if self._identity.spec.on_daemon_loss == pb.ON_DAEMON_LOSS_STOP:
+            self._sendings = Sendings()
         # Not a task group: one whose task fails while it is being cancelled forgets that it was.
         writing = asyncio.create_task(self._write(call))
         try:
@@ -268,7 +273,8 @@ class Session:
         if message.ack_seq >= seq and version > self._heard:
             self._heard = version
             await self._note_progress()
-        place = convert.place(message, time.monotonic())
+        sent_at = None if self._sendings is None else self._sendings.answered(message.ack_seq)
+        place = convert.place(message, time.monotonic(), sent_at)
         if place is not None:
             self._on_place(place)
 
@@ -284,6 +290,8 @@ class Session:
 
     def _message(self) -> bytes:
         self._seq += 1
+        if self._sendings is not None:
+            self._sendings.sent(self._seq, boottime())
         if self._sent[0] != self._version:
             self._sent = (self._version, self._seq)
         if self._seq == 1:

@@ -130,9 +130,9 @@ def as_nnodes(given: Given) -> tuple[int, int]:
     return low, high
 
 
-def as_on_daemon_loss(given: Given) -> Literal["continue"]:
+def as_on_daemon_loss(given: Given) -> Literal["continue", "stop"]:
     if given.text == "stop":
-        given.refuse("not available yet; expected continue")
+        return "stop"
     if given.text != "continue":
         given.refuse("expected continue or stop")
     return "continue"

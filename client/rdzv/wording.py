@@ -52,8 +52,31 @@ def no_daemon(error: str, left_s: float) -> str:
     return f"waiting: no daemon at {error}; {max(0.0, left_s):.0f} s left"
 
 
-def away_while_training(error: str) -> str:
-    return f"the daemon is away ({error}); training goes on"
+def away_while_training(error: str, timeout_s: float | None) -> str:
+    bound = "" if timeout_s is None else f" for {timeout_s:g} s at most"
+    return f"the daemon is away ({error}); training goes on{bound}"
+
+
+def away_while_fenced(error: str, lease_s: float) -> str:
+    return (
+        f"the daemon is away ({error}); the workers are stopped unless it is back within their lease of {lease_s:g} s"
+    )
+
+
+def lease_ends(seat: Assignment, lease_s: float, error: str) -> str:
+    why = f" ({error})" if error else ""
+    return (
+        f"round {seat.round} is over on this node: no daemon has renewed its lease of {lease_s:g} s{why}; stopping the "
+        "workers (--on-daemon-loss=stop)"
+    )
+
+
+def lease_ended() -> str:
+    return "the lease has ended: all processes of this node were killed (--on-daemon-loss=stop)"
+
+
+def daemon_given_up(endpoints: str, timeout_s: float, error: str) -> str:
+    return f"no daemon at {endpoints} for {timeout_s:g} s (daemon_loss_timeout; last error: {error})"
 
 
 def away_while_done(error: str, wait_s: float) -> str:

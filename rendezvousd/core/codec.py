@@ -27,6 +27,7 @@ from rendezvousd.core.model import (
     End,
     Ending,
     Failure,
+    Fence,
     Grow,
     Held,
     Job,
@@ -128,6 +129,8 @@ def _sources(job: Job, last: Record | None) -> dict[str, Sequence[object]]:
             sources["marks"] = (round_.uid, round_.ends, round_.forfeits, round_.unreachable)
         if round_.evidence:
             sources["evidence"] = round_.evidence
+    if job.fences:
+        sources["fences"] = (job.fences,)
     if job.last_cause is not None or (job.ending is not None and job.ending.cause is not None):
         sources["causes"] = (job.last_cause, job.ending.cause if job.ending is not None else None)
     return sources
@@ -221,6 +224,7 @@ def _head(job: Job) -> dict[str, Any]:
         "departures": job.departures,
         "known": {name: getattr(known, name) for name in Known.__dataclass_fields__},
         "calm": {name: getattr(job.calm, name) for name in Calm.__dataclass_fields__},
+        "lease_s": job.lease_s,
         "round": None
         if round_ is None
         else {
@@ -297,6 +301,10 @@ def _marks_part(job: Job, source: Sequence[Any]) -> list[str]:
     ]
 
 
+def _fences_part(job: Job, source: Sequence[Any]) -> list[Any]:
+    return [[uid, found.name, found.round_uid, found.bound_s] for uid, found in sorted(source[0].items())]
+
+
 def _evidence_part(job: Job, source: Sequence[Any]) -> list[Any]:
     earliest = min(cause.at for cause in source)
     return [_cause(cause, cause.at - earliest) for cause in source]
@@ -330,6 +338,7 @@ _PARTS = {
     "marks": _marks_part,
     "evidence": _evidence_part,
     "causes": _causes_part,
+    "fences": _fences_part,
 }
 
 
@@ -379,6 +388,8 @@ def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now
         last_cause=last_cause,
         known=Known(**fact["known"]),
         calm=Calm(**fact["calm"]),
+        lease_s=fact.get("lease_s", 0.0),  # not in records of before there was one
+        fences=Map([_read_fence(stored, now) for stored in parts.get("fences", ())]),
         ending=ending
         and Ending(
             outcome=Outcome(ending["outcome"]),
@@ -421,6 +432,12 @@ def _read_node(job: Job, stored: Sequence[Any], now: float) -> Node:
     )
     # of an overdue one the stance is what it is overdue in; that of the others is derived when all is there
     return replace(node, stance=stance(job, node)) if overdue else node
+
+
+def _read_fence(stored: Sequence[Any], now: float) -> tuple[NodeUid, Fence]:
+    """The leader before may have read from the node until this one took over."""
+    uid, name, round_uid, bound_s = stored
+    return NodeUid(uid), Fence(name=name, round_uid=RoundUid(round_uid), bound_s=bound_s, until_at=now + bound_s)
 
 
 def _read_departure(stored: Sequence[Any]) -> Departure:

@@ -19,6 +19,7 @@ class NodeHeard:
     submission: str = ""
     resumed: bool = False  # it attended a daemon before
     uptime_s: float = 0.0  # how long its launcher has been running
+    lease_s: float = 0.0  # that it was last told; 0: none yet
     known: Known = Known()
     held: Held | None = None
     offer: Offer | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from heapq import nsmallest
 
 from rendezvousd.core.model import Job, Node, Outcome, Recovery, Round, Stance
-from rendezvousd.core.rules import ending, growth, recover, seats
+from rendezvousd.core.rules import ending, fence, growth, recover, seats
 
 # Names spelled out before "and N more".
 NAMES_MAX = 3
@@ -77,9 +77,24 @@ def _gathering(job: Job, now: float) -> str:
     if tally.members_ready < tally.members or seats.ready(job) < spec.min_nodes:
         slow = _names(n for n in job.nodes.values() if n.usable and n.stance is Stance.UNREADY)
         return f"waiting for {slow} to be ready{why}"
+    if job.fences:
+        return f"{_fenced(job, now)}{why}"
     due_at = seats.seal_due_at(job)
     left = f", starting in {_left(due_at, now)} unless more arrive" if due_at is not None else ""
     return f"{seats.ready(job)} of up to {_nodes(spec.max_nodes)} ready{left}{why}"
+
+
+def _fenced(job: Job, now: float) -> str:
+    due_at = fence.due_at(job)
+    assert due_at is not None
+    names = sorted(f.name for f in job.fences.values() if f.name)
+    if not names:
+        return f"waiting {_left(due_at, now)} for what may have run before this daemon began (on-daemon-loss is stop)"
+    shown = ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
+    return (
+        f"waiting {_left(due_at, now)} until no worker can live on {shown} any more: nobody has said that they have "
+        "stopped (on-daemon-loss is stop)"
+    )
 
 
 def _left(due_at: float, now: float) -> str:

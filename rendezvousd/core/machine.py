@@ -20,7 +20,7 @@ from rendezvousd.core.events import (
     TimePassed,
 )
 from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome
-from rendezvousd.core.rules import ending, growth, hear, recover, seats, verdict
+from rendezvousd.core.rules import ending, fence, growth, hear, recover, seats, verdict
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import place_node
 
@@ -52,6 +52,7 @@ def step(job: Job, event: Event, now: float, limits: Limits = DEFAULT_LIMITS) ->
 
 def settle(job: Job, now: float) -> Job:
     """Return the job with every rule applied that holds at `now`."""
+    job = fence.note_lease(job)
     job = _recover(job, now)
     job = verdict.give_up_overdue(job, now)
     job = verdict.fix_verdict(job, now)
@@ -60,6 +61,7 @@ def settle(job: Job, now: float) -> Job:
     job = ending.fail_if_hopeless(job, now)
     job = growth.note_waiting(job, now)
     job = _grow(job, now)
+    job = fence.lower(job, now)
     job = seats.note_enough(job, now)
     job = seats.seal_if_due(job, now)
     return ending.let_go(job, now)
@@ -73,6 +75,7 @@ def wakes_at(job: Job) -> float | None:
         ending.too_few_due_at(job),
         growth.growth_due_at(job),
         seats.seal_due_at(job),
+        fence.due_at(job),
         ending.may_exit_at(job),
         ending.forgettable_at(job),
     )
@@ -89,6 +92,7 @@ def _lost(job: Job, event: NodeLost, limits: Limits, now: float) -> Job:
     node = job.nodes.get(event.uid)
     if node is None:
         return job
+    job = fence.fence_lost(job, event, now)
     if node.leaving is not None:  # it will not come back, by its own word or by somebody else's
         return hear.depart(job, event.uid, End.LOST, limits)
     text = f"node {node.name} was lost: {event.why}"

@@ -324,6 +324,16 @@ class Calm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """Workers may live where the daemon hears nothing any more; no round is sealed before they are gone."""
+
+    name: str  # of the node; empty: of none that is known
+    round_uid: RoundUid  # theirs
+    bound_s: float  # so long after the daemon read from them last they are gone
+    until_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One training run. A value: every change makes a new one."""
 
@@ -343,6 +353,9 @@ class Job:
     calm: Calm = Calm()
     ending: Ending | None = None
     recovering: Recovery | None = None
+    # With OnDaemonLoss.STOP: the longest lease that its nodes were ever told, and may be told now; and what stands.
+    lease_s: float = 0.0
+    fences: Map[NodeUid, Fence] = Map()
     # Founded by a node that knew of no round, while this daemon was so young that others may not have come back yet.
     upstart: bool = False
     tally: Tally = Tally()

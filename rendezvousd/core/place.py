@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rendezvousd.core.model import NO_ROUND, Departure, Ending, Grow, Job, Node, NodeUid, Round, RoundUid, Seat
-from rendezvousd.core.rules import ending, growth, recover, seats
+from rendezvousd.core.rules import ending, fence, growth, recover, seats
 
 
 class Wait(enum.Enum):
@@ -62,7 +62,8 @@ def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
         return _until(Wait.RECOVERING, recover.due_at(job), now)
     if job.running is None:
         due_at = ending.too_few_due_at(job)
-        return _until(Wait.GATHERING, seats.seal_due_at(job) if due_at is None else due_at, now)
+        due_at = due_at if due_at is not None else fence.due_at(job) or seats.seal_due_at(job)
+        return _until(Wait.GATHERING, due_at, now)
     if job.spec.grow is Grow.NEVER or not growth.room(job):
         return Waiting(Wait.SPARE, None)
     return _until(Wait.GROWING, growth.growth_due_at(job), now)

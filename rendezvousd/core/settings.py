@@ -52,6 +52,9 @@ class Timing:
     cooldown_max_s: float = 60.0
     # A round that broke sooner is short: it cannot have saved a checkpoint.
     short_round_s: float = 10.0
+    # From SIGKILL to gone, the waking of who sends it included, where workers end with their lease
+    # (--on-daemon-loss=stop): an exit takes milliseconds, that of a process with hundreds of GB a second or two.
+    kill_s: float = 2.0
     # So many short rounds in a row fail the job, whatever they were charged to: 20 are minutes of going nowhere.
     short_rounds_max: int = 20
 

@@ -10,6 +10,7 @@ from rendezvousd.core.errors import BadRequest
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import CauseKind, Departure, Ending, Failure, Outcome, Phase, RoundUid
 from rendezvousd.core.place import Assigned, Place, Wait, Waiting
+from rendezvousd.core.rules import fence
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
@@ -69,13 +70,18 @@ SLOTS_MAX = 4096
 # -------------------------------------------------------------------------------------------------------- upstream
 
 
-def node_heard(state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limits) -> NodeHeard:
-    """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense."""
+def node_heard(
+    state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float = 0.0
+) -> NodeHeard:
+    """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense.
+
+    `takeover_s`: for how long there may be no daemon that leads.
+    """
     _check_name("run_id", state.run_id, limits.run_id_bytes, required=True)
     _check_name("node_uid", state.node_uid, limits.name_bytes, required=True)
     _check_name("node_name", state.node_name, limits.name_bytes)
     _check_name("submission", state.submission, limits.name_bytes)
-    job_spec, node_spec = _specs(spec, timing, limits)
+    job_spec, node_spec = _specs(spec, timing, limits, takeover_s)
     return NodeHeard(
         uid=model.NodeUid(state.node_uid),
         name=state.node_name or state.node_uid[:8],
@@ -84,6 +90,7 @@ def node_heard(state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limit
         submission=state.submission,
         resumed=state.resumed,
         uptime_s=state.uptime_ms / 1000,
+        lease_s=state.lease_ms / 1000,
         known=_known(state.known),
         held=_held(state.held, limits) if state.HasField("held") else None,
         offer=_offer(state.offer, limits) if state.HasField("offer") else None,
@@ -92,20 +99,24 @@ def node_heard(state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limit
     )
 
 
-def _specs(spec: pb.Spec, timing: Timing, limits: Limits) -> tuple[model.JobSpec, model.NodeSpec]:
+def _specs(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float) -> tuple[model.JobSpec, model.NodeSpec]:
     if not 1 <= spec.min_nodes <= spec.max_nodes:
         raise BadRequest(f"spec: need 1 <= min_nodes <= max_nodes, got {spec.min_nodes} and {spec.max_nodes}")
     if not 1 <= spec.slots <= SLOTS_MAX:
         raise BadRequest(f"spec.slots: need 1 to {SLOTS_MAX}, got {spec.slots}")
     _check_name("spec.role", spec.role, limits.name_bytes)
     _check_name("spec.topology", spec.topology, limits.name_bytes)
+    on_daemon_loss = _choice("spec.on_daemon_loss", DAEMON_LOSSES, spec.on_daemon_loss)
+    timing = job_timing(spec.timeouts, timing)
+    if on_daemon_loss is model.OnDaemonLoss.STOP:
+        timing = _stopping_timing(timing, takeover_s, given=bool(spec.timeouts.lease_ms))
     job = model.JobSpec(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         max_restarts=spec.max_restarts,
-        on_daemon_loss=_choice("spec.on_daemon_loss", DAEMON_LOSSES, spec.on_daemon_loss),
+        on_daemon_loss=on_daemon_loss,
         grow=_choice("spec.grow", GROWS, spec.grow),
-        timing=job_timing(spec.timeouts, timing),
+        timing=timing,
     )
     node = model.NodeSpec(
         slots=spec.slots,
@@ -145,6 +156,22 @@ def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
             )
         timing = replace(timing, lease_intervals=intervals)
     return timing
+
+
+def _stopping_timing(timing: Timing, takeover_s: float, *, given: bool) -> Timing:
+    """Return the durations of a job whose workers end with their lease: one that is long enough, unless the job gave
+    one itself. Raises BadRequest for one that a slow failover of the daemons would let run out."""
+    least_s = fence.lease_min_s(timing, takeover_s)
+    if not given or timing.lease_s > least_s:
+        return fence.fenced_timing(timing, takeover_s)
+    failover = f"{takeover_s:g} s of failover (twice --leader-ttl, and 1 s to campaign), " if takeover_s else ""
+    raise BadRequest(
+        f"--on-daemon-loss=stop with a lease of {timing.lease_s:g} s: it must be more than {least_s:.3g} s, or workers "
+        f"are stopped though a daemon comes back in time. It is {1 / fence.KEPT:.3g} times the sum of a heartbeat of "
+        f"{timing.heartbeat_s:g} s, {failover}a pause of 1 s before the next call and a round trip of "
+        f"{fence.ROUND_TRIP_S:g} s. Set --rdzv-conf lease={int(least_s) + 1} (keep_alive_interval times "
+        "keep_alive_max_attempt), or leave it out" + (", or lower the daemons' --leader-ttl" if takeover_s else "")
+    )
 
 
 def _held(held: pb.Held, limits: Limits) -> model.Held:

@@ -45,13 +45,14 @@ class Renderer:
         self._own: dict[tuple[str, NodeUid], tuple[object, bytes]] = {}
 
     def place(self, run_id: str, uid: NodeUid, seq: bytes) -> bytes:
-        """Return the Place of a node; `seq` (8 bytes) is what is acknowledged. Empty if the job is not there (yet).
+        """Return the Place of a node; `seq` (8 bytes) is what is acknowledged. Empty if the job is not there (yet),
+        or is about to change so that nobody may be told how it is now.
 
         Raises NotLeader if another daemon may lead: then nothing may be said any more.
         """
         self.engine.check_lead()
         room = self.engine.rooms.get(run_id)
-        if room is None:
+        if room is None or room.withheld:
             return b""
         return b"".join((self._common_bytes(room), self._own_bytes(room, uid), SEQ_TAG, seq))
 
@@ -164,7 +165,8 @@ class JoinStream:
             self._spec = state.spec
         if self._spec is None:
             raise BadRequest("the first message of a stream must have a spec")
-        event = node_heard(state, self._spec, self._engine.timing, self._engine.limits)
+        engine = self._engine
+        event = node_heard(state, self._spec, engine.timing, engine.limits, engine.takeover_s)
         self._last, self._seq = data[:-SEQ_BYTES], state.seq.to_bytes(SEQ_BYTES, "little")
         seen = (state.seen.term, state.seen.revision)
         self._row = self._engine.heard(self.run_id, event, self, seen)

@@ -45,10 +45,10 @@ class Node:
 
 
 @asynccontextmanager
-async def node() -> AsyncIterator[Node]:
+async def node(*, fenced: bool = False) -> AsyncIterator[Node]:
     """Whatever it started is gone afterwards."""
     self = Node()
-    self.supervisor = await Supervisor.start(self.facts.put_nowait)
+    self.supervisor = await Supervisor.start(self.facts.put_nowait, fenced=fenced)
     try:
         yield self
     finally:

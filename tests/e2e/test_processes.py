@@ -9,13 +9,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rdzv.processes.supervisor import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
 from tests.e2e import difficult_worker
-from tests.e2e.processes_kit import fds, marked, node, script, state, until
+from tests.e2e.processes_kit import cmdline, fds, marked, node, script, state, until
 
 HERE = Path(__file__).parent
 DIFFICULT = HERE / "difficult_worker.py"
@@ -409,5 +410,65 @@ def test_closing_takes_everything_along_and_gives_everything_back() -> None:
             with pytest.raises(SpawnFailed, match="closed"):
                 await n.supervisor.spawn("r2", [n.worker(0, "true")])
         assert fds(os.getpid()) == before
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------------------------- leases
+
+
+def boottime() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_at_the_end_of_the_lease_everything_is_killed_though_launcher_and_spawner_are_stopped() -> None:
+    async def story() -> None:
+        async with node(fenced=True) as n:
+            supervisor = n.supervisor
+            supervisor.fence(boottime() + HOUR_S)
+            await supervisor.spawn("r1", [n.worker(0, sys.executable, DIFFICULT, "deaf", "stopped")])
+            await until(lambda: len(marked(n.mark)) >= difficult_worker.PROCESSES, "all have started")
+            os.kill(supervisor.spawner_pid, signal.SIGSTOP)
+            ends_at = boottime() + 1.0
+            supervisor.fence(ends_at)
+            # This loop is the launcher: while it does not run, it is stopped.
+            while marked(n.mark):
+                assert boottime() < ends_at + 60
+                time.sleep(0.01)  # noqa: ASYNC251
+            assert boottime() >= ends_at
+            await n.fact(SpawnerEnded)
+            end = await n.fact(WorkerEnded)
+            assert end.signal == signal.SIGKILL
+            assert await supervisor.stop(grace_s=HOUR_S) == 0
+            supervisor.fence(None)
+            await supervisor.spawn("r2", [n.python(0, "pass")])  # a new spawner
+            assert (await n.fact(WorkerEnded)).exit_code == 0
+
+    asyncio.run(story())
+
+
+def test_a_lease_that_is_renewed_or_lifted_kills_nobody() -> None:
+    async def story() -> None:
+        async with node(fenced=True) as n:
+            n.supervisor.fence(boottime() + 0.5)
+            await n.supervisor.spawn("r1", [n.python(0, SLEEP)])
+            n.supervisor.fence(boottime() + 1.0)
+            n.supervisor.fence(None)
+            helper = await n.supervisor.start_helper("h", [sys.executable, "-c", SLEEP], n.env())
+            await asyncio.sleep(1.5)  # past all those instants
+            assert state(helper.pid) not in ("", "Z")
+            assert n.supervisor.alive() == 1
+
+    asyncio.run(story())
+
+
+def test_without_a_lease_the_keeper_has_no_pipe_and_no_clock_to_look_at() -> None:
+    async def story() -> None:
+        async with node() as n:
+            argv = cmdline(n.supervisor.keeper_pid).split(b"\0")
+            assert len([word for word in argv if word.isdigit()]) == 2  # the socket, and the limit of open files
+            n.supervisor.fence(boottime() - 1.0)  # and nobody listens
+            await n.supervisor.spawn("r1", [n.python(0, "pass")])
+            assert (await n.fact(WorkerEnded)).exit_code == 0
 
     asyncio.run(story())

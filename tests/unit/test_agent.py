@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from rdzv.agent import Agent, Config, begin, standing, step, wakes_at
 from rdzv.model import (
@@ -94,7 +94,7 @@ class Node:
         assert self.agent.offer is not None
         return self.hear(StoreOpened(offer_id=self.agent.offer.offer_id, port=4000))
 
-    def running(self, number: int = 1) -> Node:
+    def running(self, number: int = 1) -> Self:
         """This node, as the first of round `number` with all its workers started."""
         if self.agent.offer is not None and self.agent.offer.port is None:
             self.opened()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rdzv.agent import Config, begin, standing, step, wakes_at
 from rdzv.model import (
     Assignment,
+    CutShort,
     DaemonAway,
     DropStore,
     Ended,
@@ -110,7 +111,7 @@ class AnyHistory(RuleBasedStateMachine):
                 case Exit():
                     assert not self.alive, "an exit over living workers"
                     self.exit = order
-                case Hurry() | Say():
+                case Hurry() | CutShort() | Say():
                     pass
 
     def spawn(self, seat: Assignment) -> None:

@@ -23,6 +23,7 @@ from rendezvousd.core.model import (
     End,
     Ending,
     Failure,
+    Fence,
     Held,
     Job,
     JobSpec,
@@ -91,6 +92,7 @@ JOBS = every(
     calm=every(Calm),
     ending=st.none() | every(Ending, cause=st.none() | CAUSES),
     recovering=st.none() | every(Recovery, heard=st.just(Map())),
+    fences=st.dictionaries(UIDS.map(NodeUid), every(Fence), max_size=3).map(Map),
     tally=st.just(Tally()),
 )
 
@@ -145,6 +147,7 @@ def as_stored(job: Job) -> Job:
         last_cause=job.last_cause and replace(job.last_cause, at=NOW),
         recovering=job.recovering and replace(job.recovering, began_at=NOW, last_at=NOW),
         last_arrival_at=NOW,
+        fences=Map((uid, replace(fence, until_at=NOW + fence.bound_s)) for uid, fence in job.fences.items()),
         enough_at=None,
         short_at=None,
         waiting_at=None,

@@ -309,7 +309,7 @@ def test_a_bad_endpoint_is_named(flag: str, text: str) -> None:
         (["--learning-rate=1"], "options of the training script go behind"),
         (["--standalone=1"], "--standalone takes no value"),
         (["--nnodes", "--standalone"], "--nnodes expects a value"),
-        (["--on-daemon-loss=stop"], "--on-daemon-loss=stop: not available yet"),
+        (["--on-daemon-loss=stop", "--rdzv-conf=retry_max=2", "train.py"], "retry_max=2 and --on-daemon-loss=stop"),
         (["--rdzv-id", "x" * 257], "257 bytes"),
         (["--rdzv-id", "a\nb"], "--rdzv-id=a\\nb: expected printable"),
         (["--role", "\udcff"], "UTF-8"),

@@ -57,10 +57,12 @@ def test_what_a_job_wants_is_told_in_milliseconds(text: str, expected: dict[str,
 def test_the_other_knobs() -> None:
     conf = options(
         "--rdzv-conf",
-        " grow = never ,topology=rack=7,node_name=n1,submission=s,master_port_range=20000-20100,retry_max=2.5",
+        " grow = never ,topology=rack=7,node_name=n1,submission=s,master_port_range=20000-20100,retry_max=2.5,"
+        "daemon_loss_timeout=90",
     ).rdzv_conf
     assert (conf.grow, conf.topology, conf.node_name, conf.submission) == ("never", "rack=7", "n1", "s")
     assert (conf.master_port_range, conf.retry_max_s) == ((20000, 20100), 2.5)
+    assert conf.daemon_loss_timeout_s == 90.0
 
 
 @pytest.mark.parametrize(

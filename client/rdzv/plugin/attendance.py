@@ -235,7 +235,7 @@ class Attendance:
                     self._tasks.create_task(self._drop_store(order.offer_id))
                 case model.ReachMaster():
                     self._tasks.create_task(self._reach(order))
-                case model.Spawn() | model.Hurry():
+                case model.Spawn() | model.Hurry() | model.CutShort():
                     pass  # `next_seat` returns by itself; torch's agent has a grace of its own
                 case _:
                     assert_never(order)

@@ -52,6 +52,8 @@ def settings(params: Any, config: Any | None) -> Settings:
     own, conf = _split(params.config)
     for note in conf.notes:
         log.warning("rendezvousd: --rdzv-conf: %s", note)
+    if conf.daemon_loss_timeout_s is not None:
+        log.warning("rendezvousd: --rdzv-conf: daemon_loss_timeout has no effect: torch's agent knows no daemon")
     if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
         log.warning("rendezvousd: TORCH_DISABLE_SHARE_RDZV_TCP_STORE has no effect: every round has its own store")
     slots = own.get(SLOTS, getattr(config, "nproc_per_node", 1))

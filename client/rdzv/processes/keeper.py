@@ -7,34 +7,42 @@ on living. Both have one above or below them that clears up as long as any one o
     the spawner dies      the keeper kills what it left behind, and ends as it did
     the keeper dies       the launcher lets the spawner clear up, then does so itself
 
-Run by path as `python -S -E -s keeper.py SOCKET IGNORED NOFILE ISOLATE`; the spawner is a fork of it (see there for the
-first three). ISOLATE is "pid" for a PID namespace, in which the kernel itself lets nothing outlive the spawner, or
-empty.
+It is the watchdog too where workers may not outlive their node's lease (`--on-daemon-loss=stop`): it is told the end of
+the lease, and told again when it is renewed, and kills everything below it at that instant, even while the launcher and
+the spawner are stopped.
+
+Run by path as `python -S -E -s keeper.py SOCKET IGNORED NOFILE ISOLATE [FENCE]`; the spawner is a fork of it (see there
+for the first three). ISOLATE is "pid" for a PID namespace, in which the kernel itself lets nothing outlive the spawner,
+or empty. FENCE is a pipe of instants (wire.INSTANT), of which the last counts; without it there is no lease.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
 import socket
 import sys
+import time
 
 TYPE_CHECKING = False  # as in typing, which costs milliseconds to import
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from rdzv.processes import isolation, spawner
-    from rdzv.processes.clearing import clear
-    from rdzv.processes.wire import Channel
+    from rdzv.processes.clearing import clear, send
+    from rdzv.processes.wire import INSTANT, Channel
 else:  # run by path: sys.path[0] is this directory
     import isolation
     import spawner
-    from clearing import clear
-    from wire import Channel
+    from clearing import clear, send
+    from wire import INSTANT, Channel
 
 PR_SET_CHILD_SUBREAPER = 36
+# How often the clock is looked at while a lease runs.
+LOOK_S = 0.2
 # What is meant for a launcher, and reaches whoever shares a name or a terminal with it.
 DEAF_TO = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -42,14 +50,17 @@ DEAF_TO = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.
 def main() -> None:
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    socket_fd, ignored, nofile, isolate = sys.argv[1:]
+    socket_fd, ignored, nofile, isolate, *fence = sys.argv[1:]
+    fence_fd = int(fence[0]) if fence else -1
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     sock = socket.socket(fileno=int(socket_fd))
     sock.set_inheritable(False)
     problem = isolation.prepare() if isolate else ""
     spawner_pid = 0 if problem else os.fork()
     if spawner_pid:
-        _keep(sock, spawner_pid)
+        _keep(sock, spawner_pid, fence_fd)
+    if fence:
+        os.close(fence_fd)
     if isolate and not problem:
         problem = isolation.enter()
     channel = Channel(sock)
@@ -59,16 +70,41 @@ def main() -> None:
         spawner.main(channel, frozenset(map(int, filter(None, ignored.split(",")))), int(nofile))
 
 
-def _keep(sock: socket.socket, spawner_pid: int) -> NoReturn:
-    """Until the launcher or the spawner is gone. The socket is the spawner's: here only its end is of interest."""
+def _keep(sock: socket.socket, spawner_pid: int, fence_fd: int) -> NoReturn:
+    """Until the launcher or the spawner is gone, or the lease has ended. The socket is the spawner's: here only its end
+    is of interest."""
     pidfd = os.pidfd_open(spawner_pid)
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     poll.register(pidfd, select.POLLIN)
-    poll.poll()
+    if fence_fd < 0:
+        poll.poll()
+    elif _lease_ended(poll, fence_fd):
+        send(os.kill, spawner_pid, signal.SIGKILL)  # first of all: it could start more
     status = clear(last=spawner_pid)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
+
+
+def _lease_ended(poll: select.poll, fence_fd: int) -> bool:
+    """Wait for the end of the lease, or for something else that `poll` tells of. Returns which of them came."""
+    os.set_inheritable(fence_fd, False)
+    poll.register(fence_fd, select.POLLIN)
+    until = math.inf
+    while True:
+        left_s = until - time.clock_gettime(time.CLOCK_BOOTTIME)
+        # The timeout is of a clock that stands still while the machine sleeps.
+        events = poll.poll(None if left_s == math.inf else max(0.0, min(left_s, LOOK_S)) * 1000)
+        if any(fd != fence_fd for fd, _ in events):
+            return False
+        if events:
+            told = os.read(fence_fd, INSTANT.size * 1024)
+            if not told:  # the launcher is gone: its socket tells, too
+                poll.unregister(fence_fd)
+            else:
+                (until,) = INSTANT.unpack(told[-INSTANT.size :])
+        elif time.clock_gettime(time.CLOCK_BOOTTIME) >= until:
+            return True
 
 
 if __name__ == "__main__":

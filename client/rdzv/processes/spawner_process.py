@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from rdzv.errors import describe_exit
 from rdzv.processes import tree
 from rdzv.processes.link import Link
+from rdzv.processes.wire import INSTANT
 
 if TYPE_CHECKING:
     from rdzv.processes.wire import Body
@@ -51,9 +54,11 @@ class SpawnerProcess:
     """A running spawner, and the keeper above it: when one of them ends, so does the other. `on_body` gets the
     spawner's messages, `on_end` (once) what they died of, after the last message."""
 
-    def __init__(self, on_body: Callable[[Body], None], on_end: Callable[[str], None], *, isolate: bool) -> None:
+    def __init__(
+        self, on_body: Callable[[Body], None], on_end: Callable[[str], None], *, isolate: bool, fenced: bool = False
+    ) -> None:
         """Starts the keeper, in this thread, without forking Python. `isolate`: in a PID namespace; pids that the
-        spawner tells are of that. Raises SpawnError."""
+        spawner tells are of that. `fenced`: the keeper listens to `fence`. Raises SpawnError."""
         self._loop = asyncio.get_running_loop()
         self._on_body = on_body
         self._on_end = on_end
@@ -62,7 +67,14 @@ class SpawnerProcess:
         self.pid = 0  # the spawner's, once it is ready
         # Whoever descends from the launcher already is none of the spawner's.
         self._strangers = frozenset(tree.descendants(os.getpid()))
-        self._process, sock = _start("pid" if isolate else "")
+        fence_fd, self._fence_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if fenced else (-1, -1)
+        try:
+            self._process, sock = _start("pid" if isolate else "", fence_fd)
+        except SpawnError:
+            _close(self._fence_fd)
+            raise
+        finally:
+            _close(fence_fd)
         self.link = Link(sock, self._hear, self.kill)
         try:
             self._pidfd = os.pidfd_open(self._process.pid)
@@ -70,6 +82,7 @@ class SpawnerProcess:
             self.link.close()
             self._process.kill()
             self._process.wait()
+            _close(self._fence_fd)
             raise SpawnError(f"pidfd_open: {refused.strerror}; rdzvrun needs Linux 5.4 or newer") from refused
         self._loop.add_reader(self._pidfd, self._died)
 
@@ -89,6 +102,14 @@ class SpawnerProcess:
     def kill(self) -> None:
         if not self.ended.is_set():
             self._process.kill()
+
+    def fence(self, until: float | None) -> None:
+        """Let the keeper kill everything at this instant of CLOCK_BOOTTIME; None: at no time."""
+        if self._fence_fd < 0:
+            return
+        # A keeper that does not read keeps to an earlier instant, and one that is dead has cleared up.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._fence_fd, INSTANT.pack(math.inf if until is None else until))
 
     async def close(self) -> None:
         """Let it kill everything below it and end; returns when it has ended."""
@@ -145,6 +166,8 @@ class SpawnerProcess:
             pass
         self.link.close()
         code = self._process.wait()
+        _close(self._fence_fd)
+        self._fence_fd = -1
         self.ended.set()
         # The keeper ends as the spawner did: by a shell's code for a signal.
         exited, signalled = (code, 0) if 0 <= code <= 128 else (0, code - 128 if code > 128 else -code)
@@ -153,7 +176,12 @@ class SpawnerProcess:
         self._on_end(text)
 
 
-def _start(isolate: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _start(isolate: str, fence_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of the wire. Its stderr is ours: a traceback of it must not get lost."""
     script = Path(__file__).with_name("keeper.py")
     ignored = ",".join(map(str, _IGNORED_AT_START))
@@ -161,10 +189,11 @@ def _start(isolate: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     with theirs:
         fd = theirs.fileno()
         argv = [sys.executable, "-S", "-E", "-s", str(script), str(fd), ignored, str(_NOFILE_AT_START)]
-        argv.append(isolate)
+        argv += [isolate, *([] if fence_fd < 0 else [str(fence_fd)])]
+        fds = [fd, *([] if fence_fd < 0 else [fence_fd])]
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
             )
         except OSError as refused:
             ours.close()

@@ -142,9 +142,13 @@ class _Helper(_Child):
 class Supervisor:
     """The processes of one node. Made by `start`; belongs to the loop and the thread it was started in."""
 
-    def __init__(self, on_fact: Callable[[ProcessFact], None], zygote: ZygotePlan | None, isolate: bool) -> None:
+    def __init__(
+        self, on_fact: Callable[[ProcessFact], None], zygote: ZygotePlan | None, isolate: bool, fenced: bool
+    ) -> None:
         self._zygote_plan = zygote
         self._isolate = isolate
+        self._fenced = fenced
+        self._fence: float | None = None
         self._loop = asyncio.get_running_loop()
         self._on_fact = on_fact
         self._spawner: SpawnerProcess | None = None
@@ -158,11 +162,17 @@ class Supervisor:
 
     @classmethod
     async def start(
-        cls, on_fact: Callable[[ProcessFact], None], *, zygote: ZygotePlan | None = None, isolate: bool = False
+        cls,
+        on_fact: Callable[[ProcessFact], None],
+        *,
+        zygote: ZygotePlan | None = None,
+        isolate: bool = False,
+        fenced: bool = False,
     ) -> Supervisor:
         """With its spawner running, and its zygote begun. `on_fact` is called in this thread, from the loop.
-        `isolate`: all processes are in a PID namespace, and the pids that are told are of that. Raises SpawnError."""
-        self = cls(on_fact, zygote, isolate)
+        `isolate`: all processes are in a PID namespace, and the pids that are told are of that. `fenced`: `fence` will
+        be used. Raises SpawnError."""
+        self = cls(on_fact, zygote, isolate, fenced)
         try:
             await self._need_spawner()
         except BaseException:
@@ -183,6 +193,8 @@ class Supervisor:
             spawner = await self._need_spawner()
         except SpawnError as dead:
             raise SpawnFailed(commands[0].local_rank if commands else 0, str(dead)) from dead
+        if self._fenced:
+            spawner.fence(self._fence)  # it may be a new one
         for command in commands:
             worker = _Worker(
                 started=self._loop.create_future(),
@@ -219,6 +231,14 @@ class Supervisor:
             self._stopping = self._loop.create_future()
         self._spawner.link.post({"do": "stop", "signal": int(signal), "grace_s": grace_s})
         return await asyncio.shield(self._stopping)
+
+    def fence(self, until: float | None) -> None:
+        """At this instant of CLOCK_BOOTTIME all is killed, workers and helpers, whatever has become of this process.
+        None: at no time. A spawner that is started after the last call hears of it with the next `spawn`."""
+        if until != self._fence:
+            self._fence = until
+            if self._spawner is not None:
+                self._spawner.fence(until)
 
     def hurry(self) -> None:
         """The stop in progress, if any, has no grace left."""
@@ -330,7 +350,9 @@ class Supervisor:
             if self._clearing is not None:
                 await asyncio.shield(self._clearing)
             if self._spawner is None:
-                self._spawner = SpawnerProcess(self._hear, self._spawner_ended, isolate=self._isolate)
+                self._spawner = SpawnerProcess(
+                    self._hear, self._spawner_ended, isolate=self._isolate, fenced=self._fenced
+                )
                 if self._zygote_plan is not None:
                     self._order_zygote(self._spawner, self._zygote_plan)
             spawner = self._spawner

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Body: TypeAlias = dict[str, Any]
 
 HEADER = struct.Struct("!IHxx")
+# Seconds of CLOCK_BOOTTIME on the pipe to a keeper: so few bytes are written, and read, at once or not at all.
+INSTANT = struct.Struct("=d")
 # execve takes at most 6 MiB of arguments and environment, and JSON writes a byte with at most 6 characters.
 BODY_MAX = 40 << 20
 # stdin, stdout, stderr and what a helper is handed; the kernel's own bound is 253.

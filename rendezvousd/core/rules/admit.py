@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import Departure, Job, JobSpec, JobUid, Known, Node, NodeUid
+from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.recover import begin
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import drop_node, restance
@@ -53,11 +54,12 @@ def gives_way(job: Job, event: NodeHeard) -> bool:
     return job.upstart and event.resumed and event.known.round > 0 and event.known.job_uid != job.uid
 
 
-def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) -> Job:
+def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float, remembers: bool = True) -> Job:
     """Return a new job for its first node, which still is to be admitted.
 
     Numbers go on from the greatest that this node ever heard; its own word for the job's identity is taken, so that the
-    nodes of a job whose daemon lost its memory find each other again.
+    nodes of a job whose daemon lost its memory find each other again. `remembers`: what ran before this daemon began,
+    when its clock stood at 0, would be known.
     """
     known = event.known if event.known.job_uid else Known(job_uid=uid)
     job = Job(
@@ -70,6 +72,9 @@ def found(run_id: str, event: NodeHeard, *, uid: JobUid, seed: str, now: float) 
         submission=event.submission,
         upstart=known.round == 0 and now < event.job_spec.timing.recovery_max_s,
     )
+    job = fence.note_lease(job, event.lease_s)
+    if not remembers:
+        job = fence.lower(fence.fence_unknown(job), now)
     return begin(job, known, now) if known.round else job
 
 
@@ -80,7 +85,8 @@ def superseding(old: Job, event: NodeHeard, *, uid: JobUid, seed: str, now: floa
     has not read yet that it is out of the old job could not tell the new one from it.
     """
     job = found(old.run_id, event, uid=uid, seed=seed, now=now)
-    job = replace(job, gone=old.gone, departures=old.departures, recovering=None, upstart=False)
+    old = fence.fence_all(old, now if old.ending is None else old.ending.at)
+    job = replace(job, gone=old.gone, departures=old.departures, recovering=None, upstart=False, fences=old.fences)
     if job.known.round >= old.known.round:
         return job
     return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))
@@ -153,5 +159,6 @@ def learn(job: Job, known: Known, now: float) -> Job:
 def give_way(job: Job, event: NodeHeard, now: float) -> Job:
     """Return the job as the older one that the speaker tells of. Whatever was formed meanwhile is over."""
     known = replace(event.known, round=max(event.known.round, job.known.round))
+    job = fence.fence_all(job, now)
     job = replace(job, uid=event.known.job_uid, known=known, round=None, last_cause=None, ending=None, upstart=False)
     return begin(job, event.known, now)

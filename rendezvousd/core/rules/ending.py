@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rendezvousd.core.liveness import pace
 from rendezvousd.core.model import Cause, CauseKind, Ending, Job, Outcome
+from rendezvousd.core.rules.fence import bound_s, stops
 from rendezvousd.core.rules.verdict import conclude, end_failed
 
 
@@ -59,7 +60,7 @@ def may_exit_at(job: Job) -> float | None:
     """Return when nodes may exit even if some have not read the outcome; None if the job runs or they may already."""
     if job.ending is None or job.ending.may_exit:
         return None
-    return job.ending.at + pace(job.spec.timing, len(job.nodes)).lease_s
+    return job.ending.at + max(job.lease_s, pace(job.spec.timing, len(job.nodes)).lease_s)
 
 
 def let_go(job: Job, now: float) -> Job:
@@ -71,5 +72,9 @@ def let_go(job: Job, now: float) -> Job:
 
 
 def forgettable_at(job: Job) -> float | None:
-    """Return when an ended job need not be remembered any longer."""
-    return None if job.ending is None else job.ending.at + job.spec.timing.ended_s
+    """Return when an ended job need not be remembered any longer: nobody asks for it, and nothing of it lives."""
+    if job.ending is None:
+        return None
+    timing = job.spec.timing
+    lasts_s = max(timing.ended_s, bound_s(job.lease_s, timing.kill_s)) if stops(job) else timing.ended_s
+    return job.ending.at + lasts_s

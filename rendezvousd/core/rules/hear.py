@@ -19,6 +19,7 @@ from rendezvousd.core.model import (
     RoundUid,
     Stance,
 )
+from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import admit, bar, give_way, gives_way, learn
 from rendezvousd.core.rules.recover import note
 from rendezvousd.core.rules.verdict import blame, done, end_part, forfeit
@@ -57,7 +58,7 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
         unreachables=0 if event.held is not None and event.held.phase is Phase.RUNNING else node.unreachables,
     )
     fresh = node.stance is not Stance.READY
-    job = note(place_node(job, node, now), event, now)
+    job = fence.heard(note(place_node(job, node, now), event, now), event)
     if fresh and job.nodes[event.uid].stance is Stance.READY and job.running is not None:
         job = replace(job, last_arrival_at=now)  # a quiet time before growth counts from readiness
     if event.leaving is not None or node.leaving is not None:

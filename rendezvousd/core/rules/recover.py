@@ -28,6 +28,7 @@ from rendezvousd.core.model import (
     Seat,
 )
 from rendezvousd.core.ranks import seat_index
+from rendezvousd.core.rules.fence import fence, fence_all
 from rendezvousd.core.rules.verdict import blame, conclude, end_part, forfeit
 from rendezvousd.core.tally import restance
 
@@ -74,6 +75,7 @@ def adopt(job: Job, now: float) -> Job:
     recovery = job.recovering
     assert recovery is not None
     round_ = _round(recovery, now)
+    job = fence_all(job, now) if job.round is not None else job  # of a round before it, which is forgotten here
     job = replace(job, recovering=None, round=round_, short_at=None, enough_at=None, waiting_at=None)
     missing = [seat.uid for seat in round_.seats if seat.uid not in job.nodes]
     if missing and _all_succeeded(recovery):
@@ -81,6 +83,8 @@ def adopt(job: Job, now: float) -> Job:
         return conclude(job, Ending(outcome=Outcome.SUCCEEDED, at=now, exit_code=0), now)
     for uid in missing:
         end = End.LEFT if uid in job.gone else End.LOST
+        if uid not in recovery.heard:  # who was heard, and lost, has its fence already
+            job = fence(job, uid, f"of group rank {round_.index[uid]}", round_.uid, recovery.began_at)
         job = end_part(forfeit(job, uid, end), uid, end)
     job = restance(job, now)
     if missing:

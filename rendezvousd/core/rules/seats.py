@@ -23,12 +23,14 @@ def settles(job: Job) -> bool:
 
 
 def blocked(job: Job) -> bool:
-    """Return whether something else than time must come first: enough nodes, a verdict, old workers' end, a member."""
+    """Return whether something else than the settle time must come first: enough nodes, a verdict, old workers' end,
+    also where nobody tells of it, a member."""
     tally = job.tally
     return (
         job.recovering is not None
         or job.enough_at is None
         or job.judging
+        or bool(job.fences)
         or tally.busy > 0
         or tally.members_ready < tally.members
     )

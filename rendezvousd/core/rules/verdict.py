@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round
+from rendezvousd.core.rules.fence import fence_node
 from rendezvousd.core.rules.growth import calm_after
 from rendezvousd.core.tally import drop_node, place_node, restance, sooner, stance
 
@@ -96,6 +97,7 @@ def give_up_overdue(job: Job, now: float) -> Job:
 
 
 def _give_up(job: Job, node: Node, now: float) -> Job:
+    job = fence_node(job, node, now)
     if job.running is None:
         job = end_part(forfeit(job, node.uid, End.OVERRUN), node.uid, End.OVERRUN)
     # its stance is what it is overdue in: place_node would take a changed one for a step forward

@@ -42,6 +42,7 @@ def say(event: str, **more: object) -> None:
         "round": int(os.environ["RENDEZVOUSD_ROUND"]),
         "node": NODE,
         "pid": os.getpid(),
+        "at": time.clock_gettime(time.CLOCK_BOOTTIME),
         **more,
     }
     with (STAGE / "progress.jsonl").open("ab", buffering=0) as file:
