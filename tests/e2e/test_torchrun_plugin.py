@@ -24,6 +24,10 @@ TORCHRUN = (
     (str(Path(sys.executable).with_name("torchrun")),) if TORCH >= (2, 5) else (sys.executable, "-m", "rdzv.torchrun")
 )
 
+# Workers of torch 2.4 and 2.5 meet under the restart count, which is therefore the job's on each node. Others are told
+# what their own agent has counted: one.
+COUNTED = int(TORCH >= (2, 6))
+
 
 def torchrun(
     stage: Stage,
@@ -164,7 +168,7 @@ def test_a_failed_worker_is_counted_by_its_own_agent(stage: Stage) -> None:
     stage.order("rank-1", "exit 3")
     second = stage.world(2, after=first)
     assert second.nodes == first.nodes
-    assert [starts(stage, second, name)[0]["restart"] for name in second.nodes] == [0, 1]
+    assert [starts(stage, second, name)[0]["restart"] for name in second.nodes] == [0, COUNTED]
     assert stage.job().known.restarts_used == 0
     finish(stage, *nodes)
 
@@ -176,11 +180,11 @@ def test_a_second_node_is_let_in(stage: Stage) -> None:
     first = stage.world(1)
     stage.order("rank-0", "exit 3")
     alone = stage.world(1, after=first)
-    assert alone.restart == 1
+    assert alone.restart == COUNTED
     b = torchrun(stage, "b", "1:2", restarts=1, worker=TOGETHER)
     both = stage.world(2, after=alone)
     assert both.nodes == ("a", "b")
-    assert [starts(stage, both, name)[0]["restart"] for name in "ab"] == [1, 0]
+    assert [starts(stage, both, name)[0]["restart"] for name in "ab"] == [COUNTED, 0]
     finish(stage, a, b)
 
 

@@ -26,7 +26,7 @@ from rdzv.model import Assignment, Ended, Outcome
 from rdzv.plugin.agent_store import AgentStore
 from rdzv.plugin.node import Node, NodeFailed
 from rdzv.plugin.settings import Settings
-from rdzv.plugin.stock import Budget
+from rdzv.plugin.stock import Budget, run_failures
 from rdzv.torchrun import BACKEND
 
 if TYPE_CHECKING:
@@ -160,11 +160,9 @@ def _is_torchrun() -> bool:
 def _why_it_ends() -> str:
     """Return why the agent ends, for people: shutdown is called on the way out of whatever ended it."""
     problem = sys.exception()
-    if problem is None:
-        return "its workers have all ended"
-    failures = getattr(problem, "failures", None)
+    failures = getattr(problem, "failures", None) or run_failures()
     if isinstance(failures, dict) and failures:
         rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
         code = failure.exitcode
         return f"rank {rank} failed ({describe_exit(max(code, 0), max(-code, 0))}), and torchrun has given up"
-    return f"its launcher ends with {type(problem).__name__}"
+    return "its workers have all ended" if problem is None else f"its launcher ends with {type(problem).__name__}"

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent
 from torch.distributed.launcher.api import LaunchConfig
 
 from rdzv.model import Assignment, Cause
@@ -40,6 +40,19 @@ def launch_config() -> Any | None:
             if isinstance(config, LaunchConfig):
                 return config
     return None
+
+
+def run_failures() -> dict[int, Any]:
+    """Return the failures, by rank, of the run that this call ends; empty if it failed of nothing, or nobody knows.
+
+    Agents of torch 2.4 shut their rendezvous down before they raise what ended them.
+    """
+    for frame in _callers():
+        for name in ("result", "run_result"):
+            result = frame.f_locals.get(name)
+            if isinstance(result, RunResult):
+                return dict(result.failures)
+    return {}
 
 
 class Budget:
