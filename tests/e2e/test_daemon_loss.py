@@ -138,7 +138,10 @@ def test_without_a_daemon_all_workers_stop_and_start_again_when_there_is_one(sta
     assert [node.ends() for node in nodes] == [0, 0]
 
 
-def test_the_death_of_a_leader_stops_nobody_with_the_lease_that_such_jobs_get(stage: Stage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_end_of_a_leader_stops_nobody_with_the_lease_that_such_jobs_get(
+    stage: Stage, tmp_path: Path, number: signal.Signals
+) -> None:
     with etcd(tmp_path) as cluster:
         options = ("--backend=etcd", f"--etcd-endpoints={','.join(cluster.endpoints)}")
         daemons = [stage.daemon(*options) for _ in range(2)]
@@ -146,8 +149,7 @@ def test_the_death_of_a_leader_stops_nobody_with_the_lease_that_such_jobs_get(st
         nodes = [stage.launch(name, "2", options=STOP, endpoint=where) for name in ("a", "b")]
         world = stage.world(2)
         leader = next(served for served in daemons if "round 1 runs" in served.text())
-        leader.process.kill()
-        leader.process.wait()
+        leader.send(number)
         over_at = max(e["at"] for e in stage.progress()) + DEFAULT_LEASE_S
         stage.until(
             lambda: all(trains(stage, pid, over_at) for pid in world.pids), "all outlive the leader's last word"
