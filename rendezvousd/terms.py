@@ -5,6 +5,7 @@ What belongs to a term lives in it and ends with it: the engine, the streams of 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import socket
@@ -81,6 +82,9 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         await engine.run()
             except NotLeader as reason:
                 log.warning("leads no longer: %s", reason)
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the term ended at that moment, and has forgotten it
+                    raise asyncio.CancelledError from reason
     finally:
         await client.close()
 

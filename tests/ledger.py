@@ -28,6 +28,7 @@ from rendezvousd.core.model import (
     JobUid,
     Node,
     NodeUid,
+    OnDaemonLoss,
     Outcome,
     Phase,
     Round,
@@ -81,6 +82,7 @@ class Ledger:
         self.busy_since: dict[NodeUid, float] = {}
         self.barred: set[NodeUid] = set()
         self.content = True  # no promise was broken so far
+        self.unheard: dict[NodeUid, float] = {}  # lost, and workers may live there: when it was last heard
         self.spoken: dict[NodeUid, list[NodeHeard]] = {}  # all words, for saying them again
 
     def new_job(self, job: Job) -> None:
@@ -118,9 +120,7 @@ class Ledger:
                 if event.uid in self.words:  # what it offered stands no longer
                     self.words[event.uid] = replace(self.words[event.uid], offer=None)
             case NodeLost():
-                self._gone(before, event.uid, CauseKind.NODE_LOST, now - event.silent_s)
-                self.words.pop(event.uid, None)
-                self.busy_since.pop(event.uid, None)
+                self._lost(before, event, now - event.silent_s)
             case NodeRemoved():
                 self._removed(before, event, now)
             case RestartAsked():
@@ -130,6 +130,13 @@ class Ledger:
                 pass
             case _:
                 assert_never(event)
+
+    def _lost(self, before: Job, event: NodeLost, silent_since: float) -> None:
+        if event.uid in self.words and self._may_live(event.uid):
+            self.unheard[event.uid] = silent_since
+        self._gone(before, event.uid, CauseKind.NODE_LOST, silent_since)
+        self.words.pop(event.uid, None)
+        self.busy_since.pop(event.uid, None)
 
     def _removed(self, before: Job, event: NodeRemoved, now: float) -> None:
         if event.uid in self.words:
@@ -156,6 +163,7 @@ class Ledger:
         self.greatest = 0
         self.book = None
         self.barred.clear()
+        self.unheard.clear()
 
     def _depart(self, before: Job, after: Job, now: float) -> None:
         """Whoever was shown out is forgotten once nothing lives there."""
@@ -174,6 +182,8 @@ class Ledger:
 
     def _words(self, before: Job, event: NodeHeard, now: float) -> None:
         book, held = self.book, event.held
+        if (held is None or not held.alive) and (event.offer is not None or (held is not None and held.phase in ENDS)):
+            self.unheard.pop(event.uid, None)
         self.words[event.uid] = event
         self.spoken.setdefault(event.uid, []).append(event)
         if book is not None and event.uid in book.members:
@@ -296,6 +306,10 @@ class Ledger:
                 late = {uid for uid in last.members & set(before.nodes) if self._could_overstay(before, uid, now)}
                 _ranks_kept(last, last.out, late, round_)
         assert round_.restart_count == after.known.restarts_used
+        if before.spec.on_daemon_loss is OnDaemonLoss.STOP:
+            gone_s = before.lease_s + before.spec.timing.kill_s
+            assert all(now > at + gone_s for at in self.unheard.values()), "workers may live where nobody hears"
+        self.unheard.clear()
         self.book = Book(uid=round_.uid, seats=round_.seats, sealed_at=now)
 
     def _overstayed(self, job: Job, uid: NodeUid, now: float) -> bool:

@@ -103,6 +103,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     notes += [f"--rdzv-conf: {note}" for note in conf.notes]
     run_id = values.take("rdzv_id", "", as_name)
     on_daemon_loss = _on_daemon_loss(values, conf)
+    if on_daemon_loss == "stop" and not place.endpoints:
+        on_daemon_loss = "continue"
+        notes.append("--on-daemon-loss=stop has no effect: the daemon runs inside this launcher")
     how = _how(values, line, notes)
     notes += _notes(values, environ)
     return Options(

@@ -41,6 +41,9 @@ RETRY_GROWTHS_MAX = 20  # by then the delay is over ten minutes; a power without
 # the first try is shorter, because a frozen daemon is to be left soon.
 FIRST_PLACE_S = 10.0
 FIRST_PLACE_OF_SEVERAL_S = 5.0
+# And shorter still where workers end with their lease: a host that is dead or frozen must not use it up.
+FIRST_PLACE_FENCED_S = 1.5
+CONNECT_SHARE = 2 / 3  # of a short try; the rest is for the place
 FIRST_PLACE_MAX_S = 20.0
 FIRST_PLACE_SPREAD = 0.25  # and up to so much more, so that those who came together do not go together
 SILENT_SLACK_S = 0.2  # on top of two heartbeat intervals: scheduling of both ends
@@ -92,6 +95,7 @@ class Session:
         self._on_place, self._on_away, self._on_refused = on_place, on_away, on_refused
         self._brain = Brain()
         self._probing: asyncio.Task[None] | None = None  # once, when the first daemon was found
+        self._fenced = identity.spec.on_daemon_loss == pb.ON_DAEMON_LOSS_STOP
         self._given_address = local_addr
         self._address = local_addr or ""
         self._due = False  # the standing is to be sent without waiting for the heartbeat
@@ -166,7 +170,7 @@ class Session:
         call = channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
         self._stream_no += 1
         self._open, self._seq, self._body, self._ages, self._sent = True, 0, None, {}, (-1, 0)
-        if self._identity.spec.on_daemon_loss == pb.ON_DAEMON_LOSS_STOP:
+        if self._fenced:
             self._sendings = Sendings()
         # Not a task group: one whose task fails while it is being cancelled forgets that it was.
         writing = asyncio.create_task(self._write(call))
@@ -240,17 +244,20 @@ class Session:
     async def _first(self, call: Any, channel: Any) -> Any:
         reading = asyncio.ensure_future(call.read())
         try:
-            done, _ = await asyncio.wait([reading], timeout=CONNECT_S)
+            patience_s = self._patience_s()
+            connect_s = min(CONNECT_S, patience_s * CONNECT_SHARE)
+            done, _ = await asyncio.wait([reading], timeout=connect_s)
             if not done and channel.get_state() is not grpc.ChannelConnectivity.READY:
-                raise _Left(f"no connection within {CONNECT_S:g} s")
-            return await _within(self._patience_s() - CONNECT_S, reading)
+                raise _Left(f"no connection within {connect_s:.1f} s")
+            return await _within(patience_s - connect_s, reading)
         finally:
             reading.cancel()
 
     def _patience_s(self) -> float:
         several = len(self._endpoints) > 1
         turns = min(self._tries // len(self._endpoints), RETRY_GROWTHS_MAX)
-        patience_s: float = (FIRST_PLACE_OF_SEVERAL_S if several else FIRST_PLACE_S) * 2.0**turns
+        of_several_s = FIRST_PLACE_FENCED_S if self._fenced else FIRST_PLACE_OF_SEVERAL_S
+        patience_s: float = (of_several_s if several else FIRST_PLACE_S) * 2.0**turns
         return min(patience_s, FIRST_PLACE_MAX_S) * random.uniform(1.0, 1.0 + FIRST_PLACE_SPREAD)
 
     async def _hear(self, raw: bytes, endpoint: Endpoint) -> None:

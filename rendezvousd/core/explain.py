@@ -89,11 +89,11 @@ def _fenced(job: Job, now: float) -> str:
     assert due_at is not None
     names = sorted(f.name for f in job.fences.values() if f.name)
     if not names:
-        return f"waiting {_left(due_at, now)} for what may have run before this daemon began (on-daemon-loss is stop)"
+        return f"what ran before this daemon began may live for {_left(due_at, now)} more (on-daemon-loss is stop)"
     shown = ", ".join(names[:NAMES_MAX]) + (f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else "")
     return (
-        f"waiting {_left(due_at, now)} until no worker can live on {shown} any more: nobody has said that they have "
-        "stopped (on-daemon-loss is stop)"
+        f"workers may live on {shown} for {_left(due_at, now)} more: nobody has said that they have stopped "
+        "(on-daemon-loss is stop)"
     )
 
 

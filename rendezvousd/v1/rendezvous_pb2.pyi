@@ -25,7 +25,11 @@ How to write a client in another language:
      the next endpoint, with a jittered delay of at most `retry_max_ms`. Never stop workers for it (unless the job asks
      for `on_daemon_loss = STOP`). UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED and DEADLINE_EXCEEDED are to be retried;
      INVALID_ARGUMENT, FAILED_PRECONDITION and RESOURCE_EXHAUSTED are final and their text is for people.
-  5. Do not attend a daemon of another `daemon_id` that was already up while the former one was still heard: the two
+  5. With `on_daemon_loss = STOP`: note when each message is sent, by a clock that runs on while the machine sleeps. A
+     Place whose `valid_round_uid` is the round of your processes lets them live until `lease_ms` after the message
+     with `ack_seq` was sent; no other Place does. Stop them before that ends, kill them when it does, start none after
+     it, whatever state the rest of you is in, and say FENCED when all are gone.
+  6. Do not attend a daemon of another `daemon_id` that was already up while the former one was still heard: the two
      know nothing of each other (see `up_ms`).
 
 Times are durations in milliseconds; no instant of any clock crosses the wire.
@@ -56,14 +60,18 @@ class _OnDaemonLossEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     ON_DAEMON_LOSS_CONTINUE: _OnDaemonLoss.ValueType  # 0
     """workers train on while no daemon is heard"""
     ON_DAEMON_LOSS_STOP: _OnDaemonLoss.ValueType  # 1
-    """workers are gone before anybody could replace them"""
+    """Workers are gone before anybody could replace them. A `timeouts.lease_ms` that a failover of the daemons would
+    outlast is refused; without one the job gets a lease that is long enough.
+    """
 
 class OnDaemonLoss(_OnDaemonLoss, metaclass=_OnDaemonLossEnumTypeWrapper): ...
 
 ON_DAEMON_LOSS_CONTINUE: OnDaemonLoss.ValueType  # 0
 """workers train on while no daemon is heard"""
 ON_DAEMON_LOSS_STOP: OnDaemonLoss.ValueType  # 1
-"""workers are gone before anybody could replace them"""
+"""Workers are gone before anybody could replace them. A `timeouts.lease_ms` that a failover of the daemons would
+outlast is refused; without one the job gets a lease that is long enough.
+"""
 global___OnDaemonLoss = OnDaemonLoss
 
 class _Grow:
@@ -290,7 +298,7 @@ class NodeState(google.protobuf.message.Message):
     resumed: builtins.bool
     """this node attended another daemon, or another term of this one, before"""
     lease_ms: builtins.int
-    """the lease it was last told; 0 before the first Place"""
+    """the lease it was last told, by any daemon; 0 before the first Place"""
     outcome_seen: builtins.str
     """job_uid of the ended job whose outcome it has read"""
     seq: builtins.int
@@ -684,7 +692,7 @@ class Place(google.protobuf.message.Message):
     heartbeat_ms: builtins.int
     """speak at least so often"""
     lease_ms: builtins.int
-    """silent for so long: lost"""
+    """silent for so long: lost; and see step 5 above"""
     retry_max_ms: builtins.int
     """bound of the jittered delay before a reconnect"""
     up_ms: builtins.int

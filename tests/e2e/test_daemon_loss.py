@@ -6,16 +6,19 @@ All processes of a test are on one host, so that what workers record of CLOCK_BO
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.daemon import Daemon
 from tests.e2e.kit import Launcher, Stage, World, frozen, until
 from tests.e2e.relay import relay
+from tests.etcd import etcd
 from tests.ports import free_port
 
 STOP = ("--on-daemon-loss=stop", "--start-method=exec")
 LEASE = {"lease": "3", "heartbeat": "0.5"}
+DEFAULT_LEASE_S = 10.0  # of such a job, with etcd
 LEAVES_OFF = r"round 1 is over on this node: no daemon has renewed its lease of 3 s .*stopping the workers"
 
 
@@ -31,6 +34,11 @@ def last_sign_of(stage: Stage, gone: set[int]) -> float:
 
 def first_sign_of(stage: Stage, world: World) -> float:
     return min(float(e["at"]) for e in stage.progress(event="start") if e["pid"] in world.pids)
+
+
+def trains(stage: Stage, pid: int, at: float) -> bool:
+    """Whether this worker has made a step after that."""
+    return any(e["at"] > at for e in stage.progress(event="step", pid=pid))
 
 
 def stubborn(stage: Stage, world: World, node: str) -> None:
@@ -53,7 +61,7 @@ def test_workers_of_a_node_that_is_cut_off_have_ended_before_others_take_their_p
         if not obeys:
             stubborn(stage, both, "far")
         cable.cut()
-        near.says(r"waiting \d+ s until no worker can live on far any more: nobody has said that they have stopped")
+        near.says(r"waiting: workers may live on far for \d+ s more: nobody has said that they have stopped")
         alone = stage.world(1, after=both)
         assert alone.nodes == ("near",)
         assert last_sign_of(stage, pids(stage, both, "far")) < first_sign_of(stage, alone)
@@ -87,7 +95,7 @@ def test_a_killed_node_is_waited_for_as_well_since_nobody_can_tell(stage: Stage)
     both = stage.world(2)
     stayer, victim = (nodes[name] for name in both.nodes)
     victim.kill()
-    stayer.says(rf"waiting \d+ s until no worker can live on {victim.name} any more")
+    stayer.says(rf"waiting: workers may live on {victim.name} for \d+ s more")
     alone = stage.world(1, after=both)
     assert last_sign_of(stage, pids(stage, both, victim.name)) < first_sign_of(stage, alone)
     stage.order("finish")
@@ -128,6 +136,30 @@ def test_without_a_daemon_all_workers_stop_and_start_again_when_there_is_one(sta
     assert again.restart == 0
     stage.order("finish")
     assert [node.ends() for node in nodes] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_end_of_a_leader_stops_nobody_with_the_lease_that_such_jobs_get(
+    stage: Stage, tmp_path: Path, number: signal.Signals
+) -> None:
+    with etcd(tmp_path) as cluster:
+        options = ("--backend=etcd", f"--etcd-endpoints={','.join(cluster.endpoints)}")
+        daemons = [stage.daemon(*options) for _ in range(2)]
+        where = ",".join(served.endpoint for served in daemons)
+        nodes = [stage.launch(name, "2", options=STOP, endpoint=where) for name in ("a", "b")]
+        world = stage.world(2)
+        leader = next(served for served in daemons if "round 1 runs" in served.text())
+        leader.send(number)
+        over_at = max(e["at"] for e in stage.progress()) + DEFAULT_LEASE_S
+        stage.until(
+            lambda: all(trains(stage, pid, over_at) for pid in world.pids), "all outlive the leader's last word"
+        )
+        stage.goes_on(world)
+        stage.order("finish")
+        assert [node.ends() for node in nodes] == [0, 0]
+        refused = stage.launch("c", conf=LEASE, options=STOP, endpoint=where, run_id="other")
+        assert refused.ends() == 1
+        refused.says(r"with a lease of 3 s: it must be more than 8.93 s.*twice --leader-ttl")
 
 
 # ------------------------------------------------------------------------------------- what is refused, what gives up

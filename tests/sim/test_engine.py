@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import grpc
 import pytest
 
 from rendezvousd.attendance import Attendance
 from rendezvousd.backends.memory import MemoryBackend
-from rendezvousd.core.errors import NoSuchJob, RoundOver, StillLearning, StoreLost
+from rendezvousd.core.errors import NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import CloseAsked, NodeHeard, RestartAsked
-from rendezvousd.core.model import Held, Job, JobSpec, Known, NodeSpec, NodeUid, Offer, Phase, RoundUid
+from rendezvousd.core.model import Held, Job, JobSpec, Known, NodeSpec, NodeUid, Offer, OnDaemonLoss, Phase, RoundUid
 from rendezvousd.core.place import Place, place
+from rendezvousd.core.rules import fence
 from rendezvousd.core.settings import Limits, Timing
-from rendezvousd.engine import Engine
+from rendezvousd.engine import Engine, Shared
+from rendezvousd.rpc.rendezvous import JoinStream, Renderer
+from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.simloop import SimLoop, simulate
 
 TIMING = Timing()
@@ -106,8 +110,10 @@ class SlowBackend(MemoryBackend):
 
 
 @contextlib.asynccontextmanager
-async def engine_running(backend: MemoryBackend | None = None) -> AsyncIterator[tuple[Engine, Contents]]:
-    engine, contents = Engine(backend or MemoryBackend(), TIMING, LIMITS), Contents()
+async def engine_running(
+    backend: MemoryBackend | None = None, shared: Shared | None = None
+) -> AsyncIterator[tuple[Engine, Contents]]:
+    engine, contents = Engine(backend or MemoryBackend(), TIMING, LIMITS, shared), Contents()
     engine.add_namespaces(contents)
     life = asyncio.create_task(engine.run())
     try:
@@ -319,5 +325,147 @@ def test_a_store_call_reaches_only_a_scope_that_exists() -> None:
             await beating([a, b], TIMING.recovery_max_s)
             with pytest.raises(NoSuchJob):
                 engine.check("other", job.uid, "", engine.term)
+
+    simulate(story())
+
+
+# -------------------------------------------------------------------------------------- workers that may still live
+
+STOP = JobSpec(min_nodes=1, max_nodes=2, on_daemon_loss=OnDaemonLoss.STOP)
+
+
+async def stopping_pair(engine: Engine) -> list[SimNode]:
+    nodes = [SimNode(engine, "a", spec=STOP), SimNode(engine, "b", spec=STOP)]
+    for node in nodes:
+        node.offers()
+    await beating(nodes, 0.2)
+    for node in nodes:
+        node.say()
+    await beating(nodes, fence.bound_s(TIMING.lease_s, TIMING.kill_s))  # of a daemon that has just begun
+    round_ = nodes[0].job().running
+    assert round_ is not None
+    for node in nodes:
+        node.held = Held(round_uid=round_.uid, round=1, phase=Phase.RUNNING, alive=1)
+        node.known = node.job().known
+        node.offer = None
+        node.say()
+    await beating(nodes, 0.2)
+    return nodes
+
+
+def test_what_counts_is_the_last_heartbeat_and_a_pause_of_the_daemon_only_prolongs_it() -> None:
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            a, b = await stopping_pair(engine)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, SimLoop)
+            b.beat()
+            beaten_at = loop.time()
+            await beating([a], 2.0)
+            loop.stall(3.0)
+            await beating([a], TIMING.lease_s)
+            assert a.job().running is None
+            a.held = Held(round_uid=a.known.round_uid, round=1, phase=Phase.STOPPED, alive=0)
+            a.offers(after=a.known.round_uid)
+            while a.job().running is None:
+                await beating([a], 0.1)
+                assert loop.time() < beaten_at + 60
+            assert loop.time() - beaten_at >= fence.bound_s(TIMING.lease_s, TIMING.kill_s)
+
+    simulate(story())
+
+
+def test_a_lease_is_told_only_when_it_is_on_record() -> None:
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            a, _ = await stopping_pair(engine)
+            told = engine.pace("job").lease_s
+            assert told == a.job().lease_s == TIMING.lease_s
+            others = [SimNode(engine, f"n{i}", "other", JobSpec(min_nodes=1, max_nodes=2000)) for i in range(1500)]
+            for other in others:
+                other.offers()
+            await beating([a, *others], 0.2)
+            assert engine.pace("other").lease_s > told, "so many nodes speak less often"
+            assert engine.pace("job").lease_s == told, "and those of this job as often as before"
+
+    simulate(story())
+
+
+def test_nobody_is_answered_while_the_end_of_a_round_is_being_written() -> None:
+    class Writes(MemoryBackend):
+        slow = False
+
+        async def write(self, job: Job, *, expected: int) -> int:
+            if self.slow:
+                await asyncio.sleep(3)
+            return await super().write(job, expected=expected)
+
+    async def story() -> None:
+        backend = Writes()
+        async with engine_running(backend) as (engine, _):
+            a, b = await stopping_pair(engine)
+            renderer = Renderer(engine)
+            assert renderer.place("job", a.uid, bytes(8))
+            backend.slow = True
+            asking = asyncio.create_task(engine.tell("job", RestartAsked(by="op", reason="")))
+            await beating([a, b], 1.0)
+            assert a.job().running is not None, "it is not durable yet"
+            assert renderer.place("job", a.uid, bytes(8)) == b"", "but no lease is renewed any more"
+            await asking
+            assert a.job().running is None
+            assert renderer.place("job", a.uid, bytes(8))
+
+    simulate(story())
+
+
+class Wire:
+    """The transport of one stream: says what it is given, and keeps what is answered."""
+
+    def __init__(self, *said: bytes, before_each: Callable[[int], None]) -> None:
+        self._said = list(said)
+        self._before_each = before_each
+        self._read = 0
+        self.answers: list[pb.Place] = []
+
+    async def read(self) -> object:
+        await asyncio.sleep(0.5)
+        if not self._said:
+            return grpc.aio.EOF
+        self._before_each(self._read)
+        self._read += 1
+        return self._said.pop(0)
+
+    async def write(self, data: bytes) -> None:
+        self.answers.append(pb.Place.FromString(data))
+
+
+def test_what_is_read_when_another_daemon_may_lead_is_not_answered() -> None:
+    """Looking first and reading then would answer what came after another daemon had taken over."""
+
+    async def story() -> None:
+        leads = True
+
+        def check_lead() -> None:
+            if not leads:
+                raise NotLeader("another one does")
+
+        def before(number: int) -> None:
+            nonlocal leads
+            leads = number < 2
+
+        shared = Shared(daemon_id="d", takeover_s=5.0, check_lead=check_lead, trouble=lambda: "")
+        async with engine_running(shared=shared) as (engine, _):
+            state = pb.NodeState(run_id="job", node_uid="u", node_name="a", stream_no=1)
+            state.spec.CopyFrom(pb.Spec(min_nodes=1, max_nodes=1, slots=1))
+            said = []
+            for seq in range(1, 4):
+                state.seq = seq
+                said.append(state.SerializeToString())
+            wire = Wire(*said, before_each=before)
+            stream = JoinStream(engine, Renderer(engine), wire)
+            await stream.serve()
+            await asyncio.sleep(1)
+            stream.end()
+            assert [place.ack_seq for place in wire.answers] == [1, 2]
 
     simulate(story())

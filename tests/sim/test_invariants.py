@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rendezvousd.core.model import Failure, Grow, Phase
+from rendezvousd.core.model import Failure, Grow, OnDaemonLoss, Phase
 from tests.stage import LIVE, Player, Stage
 
 NODES_MAX = 7  # more launchers at a time find nothing that these do not
@@ -22,8 +22,9 @@ WHO = st.integers(0, NODES_MAX - 1)
 LATE = st.sampled_from([False, False, True])
 SECONDS = st.sampled_from([0.0, 0.2, 1.0, 1.0, 3.0, 5.0, 10.0, 35.0, 70.0])
 AGES = st.sampled_from([0.0, 0.0, 0.1, 2.0, 30.0])
-# A job that can heal does so within: stop grace and lease, the time to offer, a cool-down, a settle or growth cap.
-HEALED_S = 35.0 + 30.0 + 60.0 + 30.0 + 30.0
+# A job that can heal does so within: stop grace and lease, the time to offer, a cool-down, a settle or growth cap;
+# and the time in which workers may live that nobody hears of.
+HEALED_S = 35.0 + 30.0 + 60.0 + 30.0 + 30.0 + 10.0
 
 
 T = TypeVar("T")
@@ -50,9 +51,20 @@ class AnyHistory(RuleBasedStateMachine):
         short_rounds_max=st.sampled_from([3, 20]),
         join_s=st.sampled_from([20.0, 600.0]),
         nodes=st.integers(0, 4),
+        loss=st.sampled_from(OnDaemonLoss),
     )
-    def begin(self, size: str, max_restarts: int, grow: Grow, short_rounds_max: int, join_s: float, nodes: int) -> None:
-        self.stage = Stage(size, max_restarts=max_restarts, grow=grow, short_rounds_max=short_rounds_max, join_s=join_s)
+    def begin(
+        self,
+        size: str,
+        max_restarts: int,
+        grow: Grow,
+        short_rounds_max: int,
+        join_s: float,
+        nodes: int,
+        loss: OnDaemonLoss,
+    ) -> None:
+        wishes = {"max_restarts": max_restarts, "grow": grow, "short_rounds_max": short_rounds_max, "join_s": join_s}
+        self.stage = Stage(size, on_daemon_loss=loss, **wishes)  # type: ignore[arg-type]
         if nodes:
             self.stage.run(*"abcd"[:nodes])
 

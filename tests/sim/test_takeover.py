@@ -47,6 +47,7 @@ class AnyTakeover(AnyHistory):
         ledger, now = self.stage.ledger, self.stage.now
         for uid, word in ledger.words.items():
             ledger.words[uid] = replace(word, offer=None)
+        ledger.unheard = dict.fromkeys(ledger.unheard, now)
         book = ledger.book
         if book is None:
             return

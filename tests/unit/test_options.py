@@ -341,6 +341,8 @@ def test_one_node_without_endpoint_is_standalone() -> None:
         assert (found.standalone, found.endpoints, found.run_id_given) == (True, (), False), argv
         assert len(found.run_id) == 36
         assert found.notes == ()
+    found = options("--on-daemon-loss=stop")
+    assert (found.on_daemon_loss, len(found.notes)) == ("continue", 1), "its daemon dies with it"
     assert options().run_id != options().run_id
     named = options("--rdzv-id=mine")
     assert (named.run_id, named.run_id_given) == ("mine", True)

@@ -74,8 +74,8 @@ def test_the_line_says_for_whom_and_how_long() -> None:
     cut_off(stage, b, LEASE_S)
     stage.play()
     assert stage.said == (
-        "waiting 2 s until no worker can live on b any more: nobody has said that they have stopped (on-daemon-loss is "
-        "stop); round 1 broke because node b was lost: silent for 5 s"
+        "workers may live on b for 2 s more: nobody has said that they have stopped (on-daemon-loss is stop); round 1 "
+        "broke because node b was lost: silent for 5 s"
     )
     assert wakes_at(stage.job) is not None
 

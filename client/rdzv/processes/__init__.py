@@ -7,7 +7,8 @@ Who is who, and what each file is for:
       spawner_process.py  keeper and spawner as its children: start, death, clearing up after them
       stores.py           the node's bootstrap stores, seen from the launcher
       link.py             a wire served by the launcher's event loop
-    └ keeper            keeper.py, run by path: sees to it that nobody outlives the launcher or the spawner
+    └ keeper            keeper.py, run by path: sees to it that nobody outlives the launcher or the spawner, nor the
+                        lease of the node, if workers are to end with it
       isolation.py        the PID namespace of --isolate=pid
       └ spawner         a fork of the keeper, spawner.py: watches and clears away everything below it
         starting.py       how what is below it comes to be: by exec, or from the zygote
