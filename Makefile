@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench clean
+.PHONY: demo test lint proto bench sim clean
 
 # numpy first and torch by its exact version: scikit-learn must not pull another torch in
 $(VENV)/.installed: pyproject.toml
@@ -36,6 +36,10 @@ proto:  ## make rendezvousd/v1 and rendezvousd/etcd from proto/ again
 
 bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the same run (some 20 minutes)
 	$(BIN)/python -m tests.bench all
+
+# SEEDS=20000: so many new ones; SEED=7: this one, with its history; FIRST=7: where to begin
+sim: $(VENV)/.installed  ## whole clusters in simulated time, as many as you like
+	$(BIN)/python -m tests.sim.world $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000) $(if $(FIRST),--first $(FIRST)))
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rdzv import node, rules
+from rdzv.session import Session
 from rendezvousd.attendance import Clock
 from rendezvousd.core import machine, ranks, tally
 from rendezvousd.core.rules import admit, hear, seats, verdict
@@ -88,7 +89,10 @@ BUGS: dict[str, Bug] = {
     "ranks are dealt with a gap": _bug(
         ranks.deal, "first_rank += node.spec.slots", "first_rank += node.spec.slots + 1"
     ),
-    "who waits is lost at a failover": _bug(Engine.take_over, "for uid in job.nodes:", "for uid in ():"),
+    "who waits is lost at a failover": _bug(Session.run, "turn += 1", "turn += 0"),
+    "who says nothing new is not answered": _bug(
+        Engine._commit, "self._answer(job.run_id, letters)\n            room.wakes_at", "room.wakes_at"
+    ),
     "a daemon acts after losing its lease": _bug(Term.check, "boottime() >= self.valid_until", "False"),
     "a daemon answers without looking whether it leads": _bug(Renderer.place, "self.engine.check_lead()", "pass"),
     "a node offers itself while its workers live": _bug(rules._offerable, "not agent.idle or ", ""),

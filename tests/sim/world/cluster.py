@@ -169,8 +169,6 @@ class Cluster:
         world, process = self.world, daemon.process
         match fault.what:
             case "daemon-kill" | "daemon-power" | "daemon-end":
-                for node in self.nodes.values():  # a young daemon cannot know who was there before
-                    self.judge.trouble(node.name, fault.for_s + NOTICED_S if self.etcd is None else 0.0)
                 {"daemon-kill": daemon.kill, "daemon-power": daemon.lose_power}.get(fault.what, daemon.terminate)()
                 world.after(fault.for_s, daemon.boot)
             case "daemon-pause" if process is not None and daemon.up:
@@ -240,6 +238,7 @@ class Cluster:
 
     def _fill_up(self) -> None:
         """Start nodes for as long as there are too few for a job that has not ended."""
+        self.world.changed = True
         willing = sum(node.up for node in self.nodes.values())
         for i in range(self.plan.min_nodes + 8):
             if willing >= self.plan.min_nodes or self.judge.endings:

@@ -97,7 +97,11 @@ class Etcd:
             case "Range":
                 end.answer(self._range(pb.RangeRequest.FromString(data)))
             case "Txn":
-                end.answer(self._txn(pb.TxnRequest.FromString(data)))
+                answer = self._txn(pb.TxnRequest.FromString(data))
+                if answer is None:
+                    end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+                else:
+                    end.answer(answer)
             case "LeaseGrant":
                 self._lease += 1
                 lease = self.leases[self._lease] = Lease(pb.LeaseGrantRequest.FromString(data).ttl, 0.0)
@@ -134,6 +138,8 @@ class Etcd:
     def _txn(self, request: Any) -> Any:
         succeeded = all(self._holds(compare) for compare in request.compare)
         operations = request.success if succeeded else request.failure
+        if any(op.put.lease and op.put.lease not in self.leases for op in operations):
+            return None  # it refuses the whole
         writes = any(not op.HasField("range") for op in operations)
         if writes:
             self.revision += 1

@@ -286,10 +286,13 @@ class Judge:
     def _cause(self, node: Any, place: Any) -> None:
         """Nobody is lost who was there."""
         cause = place.break_cause
-        if cause.kind != pb.NODE_LOST or not cause.node_uid or not self.cluster.plan.punctual:
+        if cause.kind != pb.NODE_LOST or not self.cluster.plan.punctual:
             return
         lost = self.cluster.node_of(cause.node_uid)
-        if lost is not None and lost.uid == cause.node_uid and not self._in_trouble(lost.name, 60.0):
+        if not cause.node_uid:  # some did not come back to a new daemon
+            if not any(self._in_trouble(name, 120.0) for name in self.cluster.nodes):
+                self.world.fail("Stall", f"nodes are given up ({cause.text}), and none was away")
+        elif lost is not None and lost.uid == cause.node_uid and not self._in_trouble(lost.name, 60.0):
             self.world.fail("Stall", f"{lost.uid} is given up ({cause.text}), and was there all the time")
 
     def _in_trouble(self, machine: str, within_s: float) -> bool:

@@ -96,7 +96,7 @@ class Process:
         self.loop = Loop(self)
         self.main: asyncio.Task[Any] | None = None
         self.owner: Any = None  # the machine it runs on, as its author knows it
-        world.processes.append(self)
+        world.add(self)
 
     def clock(self) -> float:
         """Return seconds of this machine's clock, which is nobody else's."""
@@ -120,7 +120,7 @@ class Process:
     def kill(self) -> None:
         """End it, as by SIGKILL."""
         self.dead = True
-        self.due_at = float("inf")
+        self.world.remove(self)
 
     def pause(self) -> None:
         self.paused = True
@@ -156,6 +156,7 @@ class Process:
         if not self.dead and not self.world.over:
             self.on_exit()
         self.dead = True
+        self.world.remove(self)
 
     def dispose(self) -> None:
         """Let its tasks end; nothing of that is part of the run."""
@@ -188,7 +189,9 @@ class World:
         self.now = 0.0
         self.over = False
         self.current: Process | None = None
-        self.processes: list[Process] = []
+        self.processes: list[Process] = []  # those that live
+        self.changed = False  # somebody may have been the last one
+        self._all: list[Process] = []
         self.failure = ""  # the first promise that was broken
         self.history: list[str] = []
         self._agenda: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
@@ -197,6 +200,15 @@ class World:
     def random(self, name: str) -> random.Random:
         """Return chance for one purpose: what others draw makes no difference to it."""
         return random.Random(f"{self.seed} {name}")
+
+    def add(self, process: Process) -> None:
+        self.processes.append(process)
+        self._all.append(process)
+
+    def remove(self, process: Process) -> None:
+        if process in self.processes:
+            self.processes.remove(process)
+        self.changed = True
 
     def at(self, when: float, act: Callable[..., object], *args: Any) -> None:
         self._numbers += 1
@@ -217,34 +229,29 @@ class World:
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
         """Let things happen until `done`, a failure, or this time."""
-        agenda = self._agenda
+        agenda, never = self._agenda, float("inf")
         while not self.failure:
-            process = min(self.processes, key=_due_at, default=None)
-            process_at = process.due_at if process is not None else float("inf")
-            agenda_at = agenda[0][0] if agenda else float("inf")
-            if min(process_at, agenda_at) > until:
+            at, process = agenda[0][0] if agenda else never, None
+            for other in self.processes:
+                if other.due_at < at:
+                    at, process = other.due_at, other
+            if at > until:
                 self.now = until
                 return
-            if agenda_at <= process_at:
-                self.now = agenda_at
+            self.now = at
+            if process is not None:
+                process.turn()
+            else:
                 _, _, act, args = heapq.heappop(agenda)
                 act(*args)
-            else:
-                assert process is not None
-                self.now = process_at
-                process.turn()
-                if process.dead:
-                    continue
-            if done():
-                return
+            if self.changed:
+                self.changed = False
+                if done():
+                    return
 
     def end(self) -> None:
         """Let go of everything."""
         self.over = True
         self._agenda.clear()
-        for process in self.processes:
+        for process in self._all:
             process.dispose()
-
-
-def _due_at(process: Process) -> float:
-    return process.due_at

@@ -106,7 +106,7 @@ def plan(seed: int, mode: Mode | None = None) -> Plan:
         members=members,
         work_s=chance.uniform(5.0, 40.0),
         grace_s=chance.choice((1.0, 3.0, 8.0)),
-        delay_s=chance.choice((0.001, 0.001, 0.01, 0.05)),
+        delay_s=chance.choice((0.001, 0.001, 0.01, 0.05, 0.15)),
         loss=chance.choice((0.0, 0.0, 0.0, 0.01)),
         arrivals_s=tuple(chance.choice((0.0, 1.0, 1.0, 8.0)) * chance.random() for _ in range(nodes)),
         clocks=tuple(
@@ -127,12 +127,23 @@ def _faults(chance: random.Random, mode: Mode, nodes: int, daemons: int, members
     taste = chance.sample(kinds, chance.randint(1, 6))
     until = QUIET_AT_S if mode == "liveness" else SAFETY_S
     count = chance.choice((0, 1, 2, 3, 4, 6, 10))
-    found = [_fault(chance, chance.choice(taste), until, nodes, daemons, members) for _ in range(count)]
+    found: list[Fault] = []
+    for _ in range(count):
+        at = _moment(chance, found, until)
+        found.append(_fault(chance, chance.choice(taste), at, nodes, daemons, members))
     return tuple(sorted(found, key=lambda fault: fault.at))
 
 
-def _fault(chance: random.Random, what: str, until: float, nodes: int, daemons: int, members: int) -> Fault:
-    at = chance.uniform(FAULTS_FROM_S, chance.choice((12.0, until)))
+def _moment(chance: random.Random, found: list[Fault], until: float) -> float:
+    """Any time, or one soon after something else began or was over: much that is rare happens then."""
+    if not found or chance.random() < 0.4:
+        return chance.uniform(FAULTS_FROM_S, chance.choice((12.0, until)))
+    last = chance.choice(found)
+    after = last.at + chance.choice((0.0, last.for_s)) + chance.choice((0.1, 1.0, 5.0)) * chance.random()
+    return min(after, until)
+
+
+def _fault(chance: random.Random, what: str, at: float, nodes: int, daemons: int, members: int) -> Fault:
     node, daemon = f"n{chance.randrange(nodes)}", f"d{chance.randrange(daemons)}"
     peer = f"n{chance.randrange(nodes)}"
     back_s = chance.choice((0.2, 2.0, 8.0, 20.0)) * (0.5 + chance.random())

@@ -16,7 +16,7 @@ from tests.sim.world.machines import World
 MEET_S = 10.0  # for the ranks to find the store
 SUFFER_S = (0.3, 2.0)  # how soon a rank fails by the loss of another one
 HANG_S = 20.0  # collectives of a rank that hangs time out
-STUBBORN = 0.1  # of the workers do not end by SIGTERM
+STUBBORN = 0.2  # of the workers do not end by SIGTERM
 
 
 @dataclass(eq=False)
