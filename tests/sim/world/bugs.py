@@ -91,7 +91,7 @@ BUGS: dict[str, Bug] = {
     ),
     "who waits is lost at a failover": _bug(Session.run, "turn += 1", "turn += 0"),
     "who says nothing new is not answered": _bug(
-        Engine._commit, "self._answer(job.run_id, letters)\n            room.wakes_at", "room.wakes_at"
+        Engine._commit, "self._answer(job.run_id, letters)\n        room.wakes_at", "room.wakes_at"
     ),
     "a daemon acts after losing its lease": _bug(Term.check, "boottime() >= self.valid_until", "False"),
     "a daemon answers without looking whether it leads": _bug(Renderer.place, "self.engine.check_lead()", "pass"),

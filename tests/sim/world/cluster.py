@@ -34,7 +34,7 @@ class Cluster:
         self.plan = plan
         world = self.world = World(plan.seed)
         self.net = Network(world, delay_s=plan.delay_s, loss=plan.loss)
-        self.training = Training(world, plan.work_s)
+        self.training = Training(world, plan.work_s, plan.stubborn)
         self.judge = Judge(world, self)
         self.etcd = Etcd(world, self.net, plan.members) if plan.members else None
         members = tuple(self.etcd.members) if self.etcd is not None else ()

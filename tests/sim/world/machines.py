@@ -93,6 +93,8 @@ class Process:
         self.on_exit: Callable[[], None] = lambda: None
         self._ahead_s, self._rate = ahead_s, rate
         self._free_at = 0.0
+        self._old_news = 0  # what was ready when it was paused
+        self._wakes = False
         self.loop = Loop(self)
         self.main: asyncio.Task[Any] | None = None
         self.owner: Any = None  # the machine it runs on, as its author knows it
@@ -123,10 +125,13 @@ class Process:
         self.world.remove(self)
 
     def pause(self) -> None:
+        if not self.paused:
+            self._old_news = len(self.loop._ready)  # type: ignore[attr-defined]
         self.paused = True
         self._arm()
 
     def go_on(self) -> None:
+        self._wakes = self._wakes or self.paused
         self.paused = False
         self._arm()
 
@@ -137,11 +142,23 @@ class Process:
         world.current = self
         events._set_running_loop(self.loop)
         try:
+            if self._wakes:
+                self._wake()
             self.loop.turn()
         finally:
             events._set_running_loop(None)
             world.current = None
         self._arm()
+
+    def _wake(self) -> None:
+        """Some loops look at their timers first when they wake, others at what has arrived meanwhile."""
+        self._wakes = False
+        if self.chance.random() < 0.5:
+            ready = self.loop._ready  # type: ignore[attr-defined]
+            arrived = [ready.pop() for _ in range(len(ready) - self._old_news)]
+            for _ in range(3):
+                self.loop.turn()
+            ready.extend(reversed(arrived))
 
     def _arm(self) -> None:
         due = None if self.dead or self.paused else self.loop.due()

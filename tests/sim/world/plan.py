@@ -8,7 +8,7 @@ from typing import Literal
 
 Mode = Literal["safety", "liveness"]
 
-FAULTS_FROM_S = 1.0
+FAULTS_FROM_S = 0.2
 QUIET_AT_S = 40.0  # after which nothing goes wrong any more, if the run is one that must come to an end
 SAFETY_S = 60.0  # for which a run lasts in which anything may go wrong until its end
 # A job whose faults have stopped is over within: what remains to be learnt and waited for (a recovery window, graces, a
@@ -47,6 +47,7 @@ class Plan:
     members: int  # of etcd; 0: the daemon keeps its jobs in memory
     work_s: float
     grace_s: float
+    stubborn: float  # part of the workers that do not end before it is over
     delay_s: float
     loss: float
     arrivals_s: tuple[float, ...]
@@ -106,6 +107,7 @@ def plan(seed: int, mode: Mode | None = None) -> Plan:
         members=members,
         work_s=chance.uniform(5.0, 40.0),
         grace_s=chance.choice((1.0, 3.0, 8.0)),
+        stubborn=chance.choice((0.0, 0.1, 0.1, 0.8)),
         delay_s=chance.choice((0.001, 0.001, 0.01, 0.05, 0.15)),
         loss=chance.choice((0.0, 0.0, 0.0, 0.01)),
         arrivals_s=tuple(chance.choice((0.0, 1.0, 1.0, 8.0)) * chance.random() for _ in range(nodes)),
@@ -137,7 +139,7 @@ def _faults(chance: random.Random, mode: Mode, nodes: int, daemons: int, members
 def _moment(chance: random.Random, found: list[Fault], until: float) -> float:
     """Any time, or one soon after something else began or was over: much that is rare happens then."""
     if not found or chance.random() < 0.4:
-        return chance.uniform(FAULTS_FROM_S, chance.choice((12.0, until)))
+        return chance.uniform(FAULTS_FROM_S, chance.choice((5.0, 12.0, until)))
     last = chance.choice(found)
     after = last.at + chance.choice((0.0, last.for_s)) + chance.choice((0.1, 1.0, 5.0)) * chance.random()
     return min(after, until)

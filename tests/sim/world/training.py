@@ -16,7 +16,6 @@ from tests.sim.world.machines import World
 MEET_S = 10.0  # for the ranks to find the store
 SUFFER_S = (0.3, 2.0)  # how soon a rank fails by the loss of another one
 HANG_S = 20.0  # collectives of a rank that hangs time out
-STUBBORN = 0.2  # of the workers do not end by SIGTERM
 
 
 @dataclass(eq=False)
@@ -51,10 +50,11 @@ class Group:
 
 
 class Training:
-    def __init__(self, world: World, work_s: float) -> None:
+    def __init__(self, world: World, work_s: float, stubborn: float) -> None:
+        """`stubborn`: the part of the workers that do not end by SIGTERM."""
         self.world = world
+        self._stubborn = stubborn
         self.left_s = work_s
-        self.peaceful = False  # faults are over
         self.on_start: Callable[[Worker], None] = lambda worker: None
         self.on_meet: Callable[[Worker, str], None] = lambda worker, offer_id: None
         self.on_end: Callable[[Worker], None] = lambda worker: None
@@ -139,7 +139,7 @@ class Training:
     def stop(self, worker: Worker, number: int, grace_s: float) -> None:
         """Send a worker the signal, and KILL after the grace."""
         worker.told_to_stop = True
-        stubborn = self._chance.random() < STUBBORN
+        stubborn = self._chance.random() < self._stubborn
         if not stubborn:
             after_s = min(grace_s, self._chance.uniform(0.0, 0.3))
             self.world.after(after_s, lambda: self.end(worker, number=number))
