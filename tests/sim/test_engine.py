@@ -16,6 +16,8 @@ from rendezvousd.core.model import Held, Job, JobSpec, Known, NodeSpec, NodeUid,
 from rendezvousd.core.place import Place, place
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.engine import Engine
+from rendezvousd.rpc.rendezvous import Renderer
+from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.simloop import SimLoop, simulate
 
 TIMING = Timing()
@@ -317,5 +319,19 @@ def test_a_store_call_reaches_only_a_scope_that_exists() -> None:
             with pytest.raises(RoundOver, match="op asked for a restart"):
                 engine.check("job", job.uid, round_uid, engine.term)
             del b
+
+    simulate(story())
+
+
+def test_a_refusal_is_newer_than_whatever_was_told_before() -> None:
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            await pair(engine)
+            renderer, seq = Renderer(engine), bytes(8)
+            told = pb.Place.FromString(renderer.place("job", NodeUid("a"), seq))
+            refused = pb.Place.FromString(renderer.refusal("no more", seq))
+            assert told.revision > 0
+            assert refused.term == told.term
+            assert refused.revision >= told.revision
 
     simulate(story())
