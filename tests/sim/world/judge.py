@@ -90,6 +90,7 @@ class Judge:
         self.stores: dict[str, str] = {}  # by offer: the round whose workers met there
         self.troubled: dict[str, float] = {}  # machines whose connections had trouble, and until when
         self.exits: list[tuple[str, int, str]] = []
+        self.newest = ""  # the round that was sealed last, of those that etcd keeps
         self.sealed = self.started = 0
 
     # ------------------------------------------------------------------------------------------------ what passes
@@ -166,7 +167,10 @@ class Judge:
                 self._seal(daemon, found.decode())
 
     def etcd_wrote(self, key: bytes, value: bytes) -> None:
-        self.durable.update(found.decode() for found in ROUND_UID.findall(value))
+        found = {uid.decode() for uid in ROUND_UID.findall(value)}
+        self.durable |= found
+        kept = [book for uid in found | {self.newest} if (book := self.books.get(uid)) is not None]
+        self.newest = max(kept, key=lambda book: book.sealed_at).uid if kept else ""
         if key == LEADER:
             self.world.say(f"{value.decode() or 'nobody'} leads")
 
@@ -193,7 +197,7 @@ class Judge:
                 offered=word.offered,
                 leaving=state.HasField("leaving"),
             )
-        self.books[uid] = Book(uid, now, self.last.get(name, ""), facts, daemon)
+        self.books[uid] = Book(uid, now, self._round_before(daemon), facts, daemon)
         self.sealed += 1
         self.world.say(f"{name} seals {uid[:6]}")
         slack = SLACK_S + (0.0 if self.cluster.calm_backend() else 60.0)
@@ -202,6 +206,15 @@ class Judge:
             patience = self.cluster.plan.grace_s + LEASE_S - slack
             if attached and fact.alive and fact.held != uid and fact.busy_for_s < patience:
                 self.world.fail("Quiet", f"{uid[:6]} is sealed while {node} says that {fact.alive} live of {fact.held[:6]}")
+
+    def _round_before(self, daemon: Process) -> str:
+        """Return the last round that a daemon knows of: it told of it, found it in etcd, or heard of it."""
+        if (told := self.last.get(daemon.name)) is not None:
+            return told
+        if self.cluster.etcd is not None:
+            return self.newest
+        heard = [word.state.known for word in self.words.get(daemon.name, {}).values()]
+        return max(((known.round, known.round_uid) for known in heard), default=(0, ""))[1]
 
     # ------------------------------------------------------------------------------------------- what nodes are told
 
