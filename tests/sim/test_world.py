@@ -55,7 +55,9 @@ def test_a_seed_is_one_history_whatever_else_differs() -> None:
     code = f"from tests.sim.world.cluster import run\nfor seed in {seeds!r}: print(run(seed).digest)"
     for hash_seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+        )
         assert said.stdout.split() == here
 
 

@@ -44,7 +44,10 @@ def _many(first: int, count: int) -> int:
             print(*stories, sep="\n\n", end="\n\n" if stories else "", flush=True)
     minutes = (time.monotonic() - began_at) / 60
     hours = simulated_s / 3600
-    print(f"{count} seeds, {failed} failed: {hours:.1f} simulated hours in {minutes:.1f} min, {hours / minutes:.1f} h a minute")
+    print(
+        f"{count} seeds, {failed} failed: {hours:.1f} simulated hours in {minutes:.1f} min, "
+        f"{hours / minutes:.1f} h a minute"
+    )
     return 1 if failed else 0
 
 

@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from rdzv import node, rules
+from rdzv import agent, node, rules
 from rdzv.session import Session
 from rendezvousd.attendance import Clock
 from rendezvousd.core import machine, ranks, tally
 from rendezvousd.core.rules import admit, hear, seats, verdict
-from rendezvousd.election import Term
+from rendezvousd.election import Election, Term
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.rendezvous import Renderer
 from tests.sim.test_mutations import Mutation, mutated
@@ -96,5 +96,10 @@ BUGS: dict[str, Bug] = {
     "a daemon acts after losing its lease": _bug(Term.check, "boottime() >= self.valid_until", "False"),
     "a daemon answers without looking whether it leads": _bug(Renderer.place, "self.engine.check_lead()", "pass"),
     "a node offers itself while its workers live": _bug(rules._offerable, "not agent.idle or ", ""),
+    "a refusal is older than what was told": _bug(Renderer.refusal, "revision=engine.revision,", "revision=0,"),
+    "what is known of a job that gave way stays": _bug(
+        agent._greatest, "if told.job_uid and told.job_uid != known.job_uid:", "if False:"
+    ),
+    "a candidate whose lease has ended gives up": _bug(Election._take, "if not lease_ended(refusal):", "if True:"),
     "a loss is not weighed against what it caused": _bug(verdict._order, ", cause.at)", ", -cause.at)"),
 }

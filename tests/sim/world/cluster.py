@@ -6,7 +6,6 @@ import contextlib
 import gc
 import hashlib
 import logging
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ import grpc
 from tests.sim.world import daemons, nodes
 from tests.sim.world.daemons import PORT, RUN_ID, Daemon
 from tests.sim.world.etcd import Etcd
+from tests.sim.world.faults import befall
 from tests.sim.world.judge import Judge
 from tests.sim.world.machines import World
 from tests.sim.world.network import Network
@@ -23,9 +23,6 @@ from tests.sim.world.nodes import Node
 from tests.sim.world.plan import HEALED_S, QUIET_AT_S, SAFETY_S, Fault, Mode, Plan, plan
 from tests.sim.world.training import Training, Worker
 
-BUSY_TURN_S = 0.02  # each turn of the loop, on a host that is busy
-NOTICED_S = 40.0  # for so long after it, a fault may be why a node was lost
-SUCCESSOR_S = (0.5, 5.0)  # a scheduler starts a launcher again
 SPARE_JOIN_S = 60.0
 
 
@@ -47,8 +44,7 @@ class Cluster:
         self.endpoints = ",".join(f"{name}:{PORT}" for name in names)
         self.nodes: dict[str, Node] = {}
         for i in range(plan.nodes):
-            self._add_node(f"n{i}", clocks[i])
-        self._chance = world.random("cluster")
+            self.add_node(f"n{i}", clocks[i])
         self.net.on_data = self.judge.data
         self.net.on_over = self.judge.stream_over
         self.training.on_start = self.judge.worker_started
@@ -58,9 +54,9 @@ class Cluster:
         if self.etcd is not None:
             self.etcd.on_write = self.judge.etcd_wrote
         self.peaceful = False
-        self._troubled_etcd_until = -1.0
+        self.etcd_troubled_until = -1.0
 
-    def _add_node(self, name: str, clock: dict[str, float]) -> Node:
+    def add_node(self, name: str, clock: dict[str, float]) -> Node:
         plan = self.plan
         conf = f"join_timeout={SPARE_JOIN_S:g},submission=s,node_name={name},grow={plan.grow}"
         argv = (
@@ -85,7 +81,7 @@ class Cluster:
 
     def calm_backend(self) -> bool:
         """Whether a commit takes no longer than it usually does."""
-        return self.world.now > self._troubled_etcd_until
+        return self.world.now > self.etcd_troubled_until
 
     def _find_store(self, worker: Worker) -> str:
         host, port = worker.master
@@ -107,117 +103,14 @@ class Cluster:
             self.world.at(QUIET_AT_S, self._make_peace)
 
     def _befall(self, fault: Fault) -> None:
-        if self.peaceful:
-            return
-        self.world.say(f"fault: {fault}")
-        if fault.what.startswith("etcd"):
-            self._befall_etcd(fault)
-        elif fault.who in self.daemons and fault.what.startswith("daemon-"):
-            self._befall_daemon(self.daemons[fault.who], fault)
-        elif fault.what in ("restart", "close", "remove"):
-            for daemon in self.daemons.values():
-                daemon.operate(fault.what, fault.other)
-        elif fault.what == "join":
-            node = self.nodes.get(fault.who) or self._add_node(fault.who, {"ahead_s": 5.0, "rate": 1.0})
-            node.boot()
-        else:
-            self._befall_node(self.nodes[fault.who], fault)
+        if not self.peaceful:
+            self.world.say(f"fault: {fault}")
+            befall(self, fault)
 
-    def _befall_node(self, node: Node, fault: Fault) -> None:
-        world, net, process = self.world, self.net, node.process
-        living = [w for w in node.living() if not w.told_to_stop]
-        match fault.what:
-            case "kill" | "power":
-                (node.kill if fault.what == "kill" else node.lose_power)()
-                world.after(fault.for_s, self._restart_node, node)
-            case "fail" if living:
-                worker = living[fault.number % len(living)]
-                signalled = fault.number > 128
-                self.training.fail(worker, 0 if signalled else fault.number, fault.number - 128 if signalled else 0)
-            case "hang" if living:
-                self.training.hang(living[0])
-            case "early" if living:
-                self.training.end(living[0])
-            case "leave":
-                node.signal(signal.SIGTERM)
-                world.after(fault.for_s + 3.0, self._restart_node, node)
-            case "stores":
-                node.lose_stores()
-            case "pause" if process is not None and node.up:
-                self._pause(node.name, process, fault.for_s)
-            case "slow" if process is not None and node.up:
-                self._slow(node.name, process, fault.for_s)
-            case "reset":
-                self.judge.trouble(node.name, NOTICED_S)
-                net.reset(node.name, fault.other)
-            case "cut" | "one-way" | "unreachable":
-                if fault.what != "unreachable":
-                    self.judge.trouble(node.name, fault.for_s + NOTICED_S)
-                if fault.what != "one-way" or fault.number:
-                    net.cut(node.name, fault.other, fault.for_s)
-                if fault.what != "one-way" or not fault.number:
-                    net.cut(fault.other, node.name, fault.for_s)
-            case _:
-                pass
-
-    def _restart_node(self, node: Node) -> None:
+    def restart_node(self, node: Node) -> None:
         """As a scheduler would: not when the job is known to be over."""
         if not self.judge.endings:
             node.boot()
-
-    def _befall_daemon(self, daemon: Daemon, fault: Fault) -> None:
-        world, process = self.world, daemon.process
-        match fault.what:
-            case "daemon-kill" | "daemon-power" | "daemon-end":
-                {"daemon-kill": daemon.kill, "daemon-power": daemon.lose_power}.get(fault.what, daemon.terminate)()
-                world.after(fault.for_s, daemon.boot)
-            case "daemon-pause" if process is not None and daemon.up:
-                self._pause(daemon.name, process, fault.for_s)
-            case "daemon-slow" if process is not None and daemon.up:
-                for node in self.nodes.values():
-                    self.judge.trouble(node.name, fault.for_s + NOTICED_S)
-                self._slow(daemon.name, process, fault.for_s)
-            case "daemon-cut":
-                others = [*self.nodes, *self.daemons, *(self.etcd.members if self.etcd is not None else ())]
-                for other in others:
-                    self.judge.trouble(other, fault.for_s + NOTICED_S)
-                    if other != daemon.name:
-                        self.net.cut(daemon.name, other, fault.for_s)
-                        self.net.cut(other, daemon.name, fault.for_s)
-            case _:
-                pass
-
-    def _befall_etcd(self, fault: Fault) -> None:
-        etcd, net = self.etcd, self.net
-        if etcd is None:
-            return
-        now = self.world.now
-        self._troubled_etcd_until = max(self._troubled_etcd_until, now + fault.for_s + 10.0)
-        match fault.what:
-            case "etcd-late":
-                etcd.late_until = now + fault.for_s
-            case "etcd-leaderless":
-                etcd.lose_leader(fault.for_s)
-            case "etcd-alone":
-                etcd.alone[fault.who] = now + fault.for_s
-            case "etcd-cut":
-                if fault.number != 1:
-                    net.cut(fault.who, fault.other, fault.for_s)
-                if fault.number != 2:
-                    net.cut(fault.other, fault.who, fault.for_s)
-
-    def _pause(self, machine: str, process: Any, seconds: float) -> None:
-        if machine in self.nodes:
-            self.judge.trouble(machine, seconds + NOTICED_S)
-        process.pause()
-        self.net.paused(process)
-        self.world.after(seconds, process.go_on)
-
-    def _slow(self, machine: str, process: Any, seconds: float) -> None:
-        if machine in self.nodes:
-            self.judge.trouble(machine, seconds + NOTICED_S)
-        process.turn_s = BUSY_TURN_S
-        self.world.after(seconds, setattr, process, "turn_s", 0.0)
 
     # ------------------------------------------------------------------------------------------------- how it ends
 
@@ -244,7 +137,7 @@ class Cluster:
             if willing >= self.plan.min_nodes or self.judge.endings:
                 break
             name = f"n{i}"
-            node = self.nodes.get(name) or self._add_node(name, {"ahead_s": 7.0, "rate": 1.0})
+            node = self.nodes.get(name) or self.add_node(name, {"ahead_s": 7.0, "rate": 1.0})
             if not node.up and not any(said.startswith("job ") for _, said in node.exits):
                 node.boot()
                 willing += 1
@@ -271,9 +164,9 @@ class Cluster:
 
     def _check_failure(self, uid: str, said: str) -> None:
         failures = sum(1 for book in self.judge.books.values() if book.failures)
-        if "rank" in said and "rounds in a row" not in said and "join timeout" not in said:
-            if failures <= self.plan.max_restarts:
-                self.world.fail("Outcome", f"{uid}: {said}, after {failures} rounds with failures")
+        by_worker = "rank" in said and "rounds in a row" not in said and "join timeout" not in said
+        if by_worker and failures <= self.plan.max_restarts:
+            self.world.fail("Outcome", f"{uid}: {said}, after {failures} rounds with failures")
 
 
 @dataclass(frozen=True)

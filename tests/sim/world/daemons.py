@@ -118,7 +118,7 @@ class Daemon:
                     await self.admin.restart(pb.RestartRequest(run_id=RUN_ID), context)
                 case "remove":
                     await self.admin.leave(pb.LeaveRequest(run_id=RUN_ID, node_name=node), context)
-                case "close":
+                case _:
                     await self.admin.close(pb.CloseRequest(run_id=RUN_ID), context)
         except Refusal:
             return

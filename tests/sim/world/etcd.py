@@ -93,37 +93,40 @@ class Etcd:
     def _carry_out(self, end: Member, method: str, data: bytes) -> None:
         if self.world.over:
             return
-        match method:
-            case "Range":
-                end.answer(self._range(pb.RangeRequest.FromString(data)))
-            case "Txn":
-                answer = self._txn(pb.TxnRequest.FromString(data))
-                if answer is None:
-                    end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
-                else:
-                    end.answer(answer)
-            case "LeaseGrant":
-                self._lease += 1
-                lease = self.leases[self._lease] = Lease(pb.LeaseGrantRequest.FromString(data).ttl, 0.0)
-                self._prolong(self._lease, lease)
-                end.answer(pb.LeaseGrantResponse(header=self._header(), id=self._lease, ttl=lease.ttl_s))
-            case "LeaseRevoke":
-                known = self._end_lease(pb.LeaseRevokeRequest.FromString(data).id)
-                if known:
-                    end.answer(pb.LeaseRevokeResponse(header=self._header()))
-                else:
-                    end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
-            case "LeaseKeepAlive":
-                number = pb.LeaseKeepAliveRequest.FromString(data).id
-                found = self.leases.get(number)
-                if found is not None:
-                    self._prolong(number, found)
-                ttl = 0 if found is None else found.ttl_s
-                end.answer(pb.LeaseKeepAliveResponse(header=self._header(), id=number, ttl=ttl), last=False)
-            case "Watch":
-                self._watch(end, pb.WatchRequest.FromString(data).create)
-            case _:
-                raise AssertionError(f"no etcd method {method}")
+        getattr(self, f"_do_{method.lower()}")(end, data)
+
+    def _do_range(self, end: Member, data: bytes) -> None:
+        end.answer(self._range(pb.RangeRequest.FromString(data)))
+
+    def _do_txn(self, end: Member, data: bytes) -> None:
+        answer = self._txn(pb.TxnRequest.FromString(data))
+        if answer is None:
+            end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+        else:
+            end.answer(answer)
+
+    def _do_leasegrant(self, end: Member, data: bytes) -> None:
+        self._lease += 1
+        lease = self.leases[self._lease] = Lease(pb.LeaseGrantRequest.FromString(data).ttl, 0.0)
+        self._prolong(self._lease, lease)
+        end.answer(pb.LeaseGrantResponse(header=self._header(), id=self._lease, ttl=lease.ttl_s))
+
+    def _do_leaserevoke(self, end: Member, data: bytes) -> None:
+        if self._end_lease(pb.LeaseRevokeRequest.FromString(data).id):
+            end.answer(pb.LeaseRevokeResponse(header=self._header()))
+        else:
+            end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
+
+    def _do_leasekeepalive(self, end: Member, data: bytes) -> None:
+        number = pb.LeaseKeepAliveRequest.FromString(data).id
+        lease = self.leases.get(number)
+        if lease is not None:
+            self._prolong(number, lease)
+        ttl = 0 if lease is None else lease.ttl_s
+        end.answer(pb.LeaseKeepAliveResponse(header=self._header(), id=number, ttl=ttl), last=False)
+
+    def _do_watch(self, end: Member, data: bytes) -> None:
+        self._watch(end, pb.WatchRequest.FromString(data).create)
 
     def _header(self) -> Any:
         return pb.Header(revision=self.revision)

@@ -103,6 +103,7 @@ class Judge:
             return
         body = data[:-SEQ_BYTES]
         daemon = stream.server.process
+        assert daemon is not None
         if way == "told":
             self._leads(daemon, stream)
         if stream.last.get(way) == body:
@@ -124,10 +125,10 @@ class Judge:
             if way == "told":
                 self._told(daemon, place)
             else:
-                self._heard(stream.client.process.owner, place)
+                self._heard(_owner(stream), place)
 
     def _said(self, stream: Stream, state: Any) -> None:
-        node = stream.client.process.owner
+        node = _owner(stream)
         self.world.say(f"{node.uid} says {_state_text(state)}")
         if state.HasField("offer") and node.living():
             self.world.fail("Offer", f"{node.uid} offers itself while {node.living()[0]} lives")
@@ -205,7 +206,9 @@ class Judge:
             attached = fact.over_for_s < FOLD_S and fact.silent_s < LEASE_S - SLACK_S
             patience = self.cluster.plan.grace_s + LEASE_S - slack
             if attached and fact.alive and fact.held != uid and fact.busy_for_s < patience:
-                self.world.fail("Quiet", f"{uid[:6]} is sealed while {node} says that {fact.alive} live of {fact.held[:6]}")
+                self.world.fail(
+                    "Quiet", f"{uid[:6]} is sealed while {node} says that {fact.alive} live of {fact.held[:6]}"
+                )
 
     def _round_before(self, daemon: Process) -> str:
         """Return the last round that a daemon knows of: it told of it, found it in etcd, or heard of it."""
@@ -354,7 +357,9 @@ class Judge:
         for uid, first, slots in book.seats.values():
             for rank in range(first, first + slots):
                 if rank in taken or rank >= seat.world_size:
-                    self.world.fail("Ranks tile", f"rank {rank} of {seat.world_size} in {book.uid[:6]} is dealt wrongly")
+                    self.world.fail(
+                        "Ranks tile", f"rank {rank} of {seat.world_size} in {book.uid[:6]} is dealt wrongly"
+                    )
                 taken[rank] = uid
         if len(book.seats) == seat.group_size and len(taken) != seat.world_size:
             self.world.fail("Ranks tile", f"{book.uid[:6]} has {len(taken)} of {seat.world_size} ranks")
@@ -372,7 +377,9 @@ class Judge:
             self.world.fail("Offer", f"{uid} is dealt a seat after {book.before[:6]}, having named {named} as over")
         tolerance = FOLD_S + 20 * book.daemon.turn_s + (COMMIT_S if self.cluster.etcd is not None else 0.0)
         if fact.over_for_s > tolerance and self.cluster.calm_backend():
-            self.world.fail("Offer", f"{uid} is dealt a seat of {book.uid[:6]}, its stream gone for {fact.over_for_s:.2f} s")
+            self.world.fail(
+                "Offer", f"{uid} is dealt a seat of {book.uid[:6]}, its stream gone for {fact.over_for_s:.2f} s"
+            )
 
     def _members_first(self, book: Book) -> None:
         last = self.books.get(book.before)
@@ -382,7 +389,12 @@ class Judge:
             fact = book.facts.get(uid)
             if fact is None or fact.leaving or uid in self.barred or fact.over_for_s > 0 or fact.silent_s > 2.5:
                 continue
-            if fact.offer_after == book.before and not fact.alive and last.told is not None and not self.cluster.plan.harsh:
+            if (
+                fact.offer_after == book.before
+                and not fact.alive
+                and last.told is not None
+                and not self.cluster.plan.harsh
+            ):
                 self.world.fail("Members first", f"{uid} loses its seat in {book.uid[:6]} to a newcomer")
 
     # -------------------------------------------------------------------------------------------------- workers
@@ -435,6 +447,12 @@ class Judge:
         if self.cluster.etcd is not None and self.exits and self.exits[0][1:] != (code, said):
             self.world.fail("One outcome", f"{node.uid} exits with {code}: {said}; others with {self.exits[0][1:]}")
         self.exits.append((node.uid, code, said))
+
+
+def _owner(stream: Stream) -> Any:
+    """Return the node whose stream it is."""
+    assert stream.client.process is not None
+    return stream.client.process.owner
 
 
 def _state_text(state: Any) -> str:

@@ -60,8 +60,8 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._process.clock()
 
-    def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
-        self.signals[number] = lambda: callback(*args)
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
+        self.signals[sig] = lambda: callback(*args)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -366,7 +366,7 @@ class Channel:
     def unary_unary(self, path: str, request_serializer: Any = None, response_deserializer: Any = None) -> Any:
         streams = self.stream_stream(path, request_serializer, response_deserializer)
 
-        async def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:
+        async def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Any:  # noqa: ASYNC109
             made = streams(timeout=timeout)
             try:
                 await made.write(request)

@@ -304,9 +304,7 @@ class Workers:
         pass
 
     async def ended(self, fact: processes.WorkerEnded) -> model.WorkerEnded:
-        found = [
-            w for w in self._node.workers if (w.round_uid, w.local_rank) == (fact.round_uid, fact.local_rank)
-        ]
+        found = [w for w in self._node.workers if (w.round_uid, w.local_rank) == (fact.round_uid, fact.local_rank)]
         hint = bool(found) and found[0].hint
         return model.WorkerEnded(
             round_uid=fact.round_uid,
@@ -350,7 +348,12 @@ def connect(where: Any) -> None:
     judge = node.judge
     target = judge.cluster.machine(where.host)
     net = node.net
-    if target is None or where.host in net.off or net.is_cut(node.name, where.host) or net.is_cut(where.host, node.name):
+    if (
+        target is None
+        or where.host in net.off
+        or net.is_cut(node.name, where.host)
+        or net.is_cut(where.host, node.name)
+    ):
         raise _NoAnswer
     if where.port not in target.stores:
         raise ConnectionRefusedError(111, "Connection refused")

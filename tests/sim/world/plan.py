@@ -1,4 +1,4 @@
-"""What happens in a run: drawn from the seed before anything runs, as a list from which single faults can be left out."""
+"""What happens in a run, drawn from its seed before it begins: a cluster, and a list of faults."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Plan:
     @property
     def punctual(self) -> bool:
         """Whether nodes are heard in time unless something is wrong with them, or with a whole path."""
-        return self.loss == 0 and not any(fault.what in ("slow", "etcd-late", "etcd-leaderless") for fault in self.faults)
+        return self.loss == 0 and not any(
+            fault.what in ("slow", "etcd-late", "etcd-leaderless") for fault in self.faults
+        )
 
     @property
     def harsh(self) -> bool:
@@ -82,13 +84,23 @@ class Plan:
         )
 
 
+KINDS = (
+    *("kill", "kill", "power", "leave", "join", "stores", "pause", "slow"),
+    *("fail", "fail", "hang", "early"),
+    *("cut", "cut", "one-way", "reset", "unreachable"),
+    *("daemon-kill", "daemon-kill", "daemon-power", "daemon-end", "daemon-pause", "daemon-pause"),
+    *("daemon-slow", "daemon-cut"),
+    *("restart", "close", "remove"),
+)
+OF_ETCD = ("etcd-late", "etcd-leaderless", "etcd-alone", "etcd-cut") * 2
 GENTLE = ("kill", "power", "fail", "leave", "remove", "restart", "stores")
 
 
 def plan(seed: int, mode: Mode | None = None) -> Plan:
     """Return what the seed stands for. Without a mode the seed decides that, too."""
     chance = random.Random(f"plan {seed}")
-    mode = mode or chance.choice(("safety", "liveness"))
+    drawn: Mode = chance.choice(("safety", "liveness"))
+    mode = mode or drawn
     nodes = chance.choice((1, 2, 2, 3, 3, 4))
     low = chance.randint(max(1, nodes - 2), nodes)
     high = chance.choice((low, nodes, nodes, nodes + 1)) if low < nodes else chance.choice((nodes, nodes + 1))
@@ -121,11 +133,7 @@ def plan(seed: int, mode: Mode | None = None) -> Plan:
 
 def _faults(chance: random.Random, mode: Mode, nodes: int, daemons: int, members: int) -> tuple[Fault, ...]:
     """Each seed has a taste: some kinds of faults happen in it often, and others never."""
-    kinds = ["kill", "power", "fail", "fail", "hang", "early", "leave", "join", "pause", "slow", "cut", "one-way", "reset"]
-    kinds += ["stores", "unreachable", "restart", "remove", "daemon-kill", "daemon-pause", "daemon-cut", "daemon-slow"]
-    kinds += ["daemon-power", "daemon-end", "close"] + ["cut", "daemon-kill", "daemon-pause"]
-    if members:
-        kinds += ["etcd-late", "etcd-leaderless", "etcd-alone", "etcd-cut"] * 2
+    kinds = KINDS + OF_ETCD if members else KINDS
     taste = chance.sample(kinds, chance.randint(1, 6))
     until = QUIET_AT_S if mode == "liveness" else SAFETY_S
     count = chance.choice((0, 1, 2, 3, 4, 6, 10))
@@ -150,28 +158,22 @@ def _fault(chance: random.Random, what: str, at: float, nodes: int, daemons: int
     peer = f"n{chance.randrange(nodes)}"
     back_s = chance.choice((0.2, 2.0, 8.0, 20.0)) * (0.5 + chance.random())
     number = chance.choice((1, 1, 3, 139))
-    match what:
-        case "cut" | "one-way" | "reset":
-            return Fault(at, what, node, daemon, 0.0 if what == "reset" else back_s, chance.randrange(2))
-        case "unreachable":
-            return Fault(at, what, node, peer, back_s)
-        case "daemon-cut":
-            return Fault(at, what, daemon, "", back_s)
-        case "etcd-late" | "etcd-leaderless":
-            return Fault(at, what, "etcd", "", back_s / 3)
-        case "etcd-alone":
-            return Fault(at, what, f"e{chance.randrange(members)}", "", back_s)
-        case "etcd-cut":
-            return Fault(at, what, daemon, f"e{chance.randrange(members)}", back_s, chance.randrange(3))
-        case _ if what.startswith("daemon-"):
-            return Fault(at, what, daemon, "", back_s)
-        case "fail" | "hang" | "early":
-            return Fault(at, what, node, "", 0.0, number)
-        case "restart" | "close":
-            return Fault(at, what, daemon)
-        case "remove":
-            return Fault(at, what, daemon, node)
-        case "join":
-            return Fault(at, what, f"n{nodes + chance.randrange(2)}")
-        case _:
-            return Fault(at, what, node, "", back_s, number)
+    choices = {
+        "cut": Fault(at, what, node, daemon, back_s),
+        "one-way": Fault(at, what, node, daemon, back_s, chance.randrange(2)),
+        "reset": Fault(at, what, node, daemon),
+        "unreachable": Fault(at, what, node, peer, back_s),
+        "etcd-late": Fault(at, what, "etcd", "", back_s / 3),
+        "etcd-leaderless": Fault(at, what, "etcd", "", back_s / 3),
+        "etcd-alone": Fault(at, what, f"e{chance.randrange(max(1, members))}", "", back_s),
+        "etcd-cut": Fault(at, what, daemon, f"e{chance.randrange(max(1, members))}", back_s, chance.randrange(3)),
+        "fail": Fault(at, what, node, "", 0.0, number),
+        "hang": Fault(at, what, node),
+        "early": Fault(at, what, node),
+        "stores": Fault(at, what, node),
+        "restart": Fault(at, what, "operator"),
+        "close": Fault(at, what, "operator"),
+        "remove": Fault(at, what, "operator", node),
+        "join": Fault(at, what, f"n{nodes + chance.randrange(2)}"),
+    }
+    return choices.get(what, Fault(at, what, daemon if what.startswith("daemon-") else node, "", back_s))
