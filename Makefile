@@ -10,7 +10,7 @@ PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench fence clean
+.PHONY: demo test lint proto bench fence sim clean
 
 # torch first, by its exact version: nothing must pull another one in
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,6 +40,10 @@ bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the
 
 fence: $(VENV)/.installed  ## 200,000 schedules of --on-daemon-loss=stop, in which no two workers may meet (10 minutes)
 	SCHEDULES=200000 $(BIN)/python -m pytest -s --timeout=0 tests/sim/test_fence.py -k beside
+
+# SEEDS=20000: so many new ones; SEED=7: this one, with its history; FIRST=7: where to begin
+sim: $(VENV)/.installed  ## whole clusters in simulated time, as many as you like
+	$(BIN)/python -m tests.sim.world $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),2000) $(if $(FIRST),--first $(FIRST)))
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .hypothesis

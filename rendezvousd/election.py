@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator
 
 from rendezvousd.backends.etcd import DEFAULT_PREFIX
 from rendezvousd.backends.etcd_client import EtcdClient, pauses_s
-from rendezvousd.backends.etcd_errors import EtcdCompacted, EtcdError
+from rendezvousd.backends.etcd_errors import EtcdCompacted, EtcdError, EtcdRefused, lease_ended
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
 
@@ -127,7 +127,7 @@ class Election:
                 pauses = pauses_s()
 
     async def _attempt(self) -> Term | None:
-        """Take the lead if nobody has it, else wait a while for that to change. Raises EtcdError."""
+        """Take the lead if nobody has it, else wait a while for that to change. None: try again. Raises EtcdError."""
         lease = await self._live_lease()
         seen = await self._client.range(self._key)
         if not seen.kvs:
@@ -157,7 +157,13 @@ class Election:
             compare=[pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.CREATE, key=self._key, create_revision=0)],
             success=[pb.RequestOp(put=pb.PutRequest(key=self._key, value=self._address.encode(), lease=lease.number))],
         )
-        answer = await self._client.txn(request)
+        try:
+            answer = await self._client.txn(request)
+        except EtcdRefused as refusal:
+            if not lease_ended(refusal):
+                raise
+            self._lease = None  # it ran out on the way, or while this process was stopped
+            return None
         return self._begin(answer.header.revision, lease) if answer.succeeded else None
 
     def _begin(self, revision: int, lease: _Lease) -> Term:

@@ -191,6 +191,11 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- what anybody may ask
 
+    @property
+    def revision(self) -> int:
+        """The newest revision of this term: nothing that was told before is newer."""
+        return self._revision
+
     def pace(self, run_id: str) -> Pace:
         """Return how often nodes of this job speak, as it stands."""
         room = self.rooms.get(run_id)

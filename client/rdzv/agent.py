@@ -326,6 +326,8 @@ def _failed(held: Held, failure: Failure) -> Held:
 
 
 def _greatest(known: Known, told: Known) -> Known:
+    if told.job_uid and told.job_uid != known.job_uid:
+        return told  # the job it was in gave way to an older one: what was known of it is worth nothing
     newer = told if told.round > known.round or not known.round else known
     charged = told if told.charged_round > known.charged_round else known
     return replace(

@@ -98,6 +98,11 @@ def stale_token(code: grpc.StatusCode, details: str) -> bool:
     return code is grpc.StatusCode.UNAUTHENTICATED or any(part in details for part in _STALE_TOKEN)
 
 
+def lease_ended(error: EtcdError) -> bool:
+    """Return whether something was to be put under a lease that is no more."""
+    return "lease not found" in error.text
+
+
 def compacted(details: str) -> bool:
     """Return whether a read failed because its revision is no longer kept."""
     return "has been compacted" in details

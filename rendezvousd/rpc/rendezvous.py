@@ -60,7 +60,13 @@ class Renderer:
         """Return the Place of a node that has none in any job."""
         removed = pb.Removed(by="rendezvousd", reason=text, exit_code=1)
         engine = self.engine
-        message = pb.Place(term=engine.term, daemon_id=engine.daemon_id, explain=text, removed=removed)
+        message = pb.Place(
+            term=engine.term,
+            revision=engine.revision,  # or a node that was told more before would take it for old news
+            daemon_id=engine.daemon_id,
+            explain=text,
+            removed=removed,
+        )
         return message.SerializeToString() + SEQ_TAG + seq
 
     def forget(self, run_id: str, uid: NodeUid) -> None:

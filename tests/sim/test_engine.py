@@ -469,3 +469,17 @@ def test_what_is_read_when_another_daemon_may_lead_is_not_answered() -> None:
             assert [place.ack_seq for place in wire.answers] == [1, 2]
 
     simulate(story())
+
+
+def test_a_refusal_is_newer_than_whatever_was_told_before() -> None:
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            await pair(engine)
+            renderer, seq = Renderer(engine), bytes(8)
+            told = pb.Place.FromString(renderer.place("job", NodeUid("a"), seq))
+            refused = pb.Place.FromString(renderer.refusal("no more", seq))
+            assert told.revision > 0
+            assert refused.term == told.term
+            assert refused.revision >= told.revision
+
+    simulate(story())

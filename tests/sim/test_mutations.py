@@ -125,6 +125,7 @@ def mutated(function: Callable[..., object], guard: str, instead: str) -> Iterat
     future = "from __future__ import annotations\n"
     exec(compile(future + source.replace(guard, instead), function.__code__.co_filename, "exec"), space)
     changed = space[function.__name__]
+    changed = changed.fget if isinstance(changed, property) else changed
     assert isinstance(changed, FunctionType)
     whole = function.__code__
     function.__code__ = changed.__code__

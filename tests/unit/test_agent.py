@@ -522,3 +522,13 @@ def test_agent_is_a_value() -> None:
     assert before.offer is not None
     assert before.offer.port is None
     assert isinstance(before, Agent)
+
+
+def test_what_is_known_of_a_job_that_gave_way_to_an_older_one_is_forgotten() -> None:
+    node = Node()
+    node.place(Waiting(reason=WaitReason.SPARE), valid="r1", known=1)
+    place = node.agent.place
+    assert place is not None
+    older = Known(job_uid="older", round=1, round_uid="q1", group_size=2)
+    node.hear(PlaceHeard(place=replace(place, revision=9, job_uid="older", valid_round_uid="q1", known=older)))
+    assert standing(node.agent).known == older

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rendezvousd.backends.etcd import EtcdBackend
-from rendezvousd.backends.etcd_client import Access
+from rendezvousd.backends.etcd_client import Access, EtcdClient
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.election import Election, Term, boottime
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
@@ -329,6 +329,31 @@ def test_a_leader_stopped_past_its_term_says_nothing_when_it_goes_on(tmp_path: P
                 assert a.times("acts")[-1] < b.times("leads")[0]
                 b.process.kill()
                 await until(lambda: len(a.times("leads")) == 2)
+
+    with etcd(tmp_path) as cluster:
+        asyncio.run(story(cluster))
+
+
+def test_a_candidate_whose_lease_ran_out_before_it_could_use_it_stands_again(tmp_path: Path) -> None:
+    class Sleepy(EtcdClient):
+        """Sleeps once, between its look at the leader's key and its hand on it, until its lease is over."""
+
+        slept = False
+
+        async def txn(self, request: pb.TxnRequest) -> pb.TxnResponse:
+            if not self.slept:
+                self.slept = True
+                await self.revoke(request.success[0].put.lease)
+            return await super().txn(request)
+
+    async def story(cluster: Cluster) -> None:
+        client = Sleepy(cluster.access())
+        try:
+            async with Election(client, address="a:1").term() as term:
+                assert client.slept
+                term.check()
+        finally:
+            await client.close()
 
     with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))

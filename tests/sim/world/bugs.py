@@ -1,0 +1,105 @@
+"""Deliberate bugs: what the simulation must not let pass.
+
+Each is a change of the source of functions of ours, as in test_mutations.py, and a range of seeds known to find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rdzv import agent, node, rules
+from rdzv.session import Session
+from rendezvousd.attendance import Clock
+from rendezvousd.core import machine, ranks, tally
+from rendezvousd.core.rules import admit, hear, seats, verdict
+from rendezvousd.election import Election, Term
+from rendezvousd.engine import Engine
+from rendezvousd.rpc.rendezvous import Renderer
+from tests.sim.test_mutations import Mutation, mutated
+
+
+@dataclass(frozen=True)
+class Bug:
+    changes: tuple[Mutation, ...]
+    seeds: range = range(0)  # of which at least one finds it
+
+    def planted(self) -> ExitStack:
+        """Return a scope in which the code has it."""
+        stack = ExitStack()
+        for change in self.changes:
+            stack.enter_context(mutated(*change))
+        return stack
+
+
+def _bug(function: Callable[..., Any], guard: str, instead: str, seeds: range = range(0)) -> Bug:
+    return Bug(((function, guard, instead),), seeds)
+
+
+BUGS: dict[str, Bug] = {
+    "the guard against news of an older round is dropped": _bug(
+        hear._held,
+        "here = held is not None and held.round_uid == round_.uid",
+        "here = held is not None",
+    ),
+    "an offer counts whatever round it names as over": _bug(
+        tally.offer_counts, " and node.offer.after == job.known.round_uid", ""
+    ),
+    "a spare is seated before a member": _bug(
+        seats._seal,
+        "newcomers = choose(job.round, strangers, job.spec.max_nodes - len(survivors))",
+        "newcomers = choose(job.round, strangers, job.spec.max_nodes)\n"
+        "    survivors = survivors[: job.spec.max_nodes - len(newcomers)]",
+    ),
+    "sealing does not wait for old workers": _bug(seats.blocked, "or tally.busy > 0", ""),
+    "a round's number is taken for its identity": _bug(
+        node.Agent.valid.fget,  # type: ignore[attr-defined]
+        "self.place.valid_round_uid == self.held.round_uid",
+        "self.place.known.round == self.held.assignment.round",
+    ),
+    "the loss of a node is charged": _bug(
+        verdict.fix_verdict,
+        "round_.cause.kind is CauseKind.WORKER_FAILED",
+        "round_.cause.kind in (CauseKind.WORKER_FAILED, CauseKind.NODE_LOST)",
+    ),
+    "a pause of the daemon is taken for silence": _bug(
+        Clock.now, "min(self._time() - self._ticked_at, CREDIT_MAX_S)", "self._time() - self._ticked_at"
+    ),
+    "a dead joiner is sealed in": _bug(machine._unheard, "node is None or node.offer is None", "True"),
+    "nodes are told before it is durable": _bug(
+        Engine._commit,
+        "before = None if room is None else room.job\n",
+        "before = None if room is None else room.job\n"
+        "    if room is not None:\n"
+        "        room.job = job\n"
+        "        self._tell_all(room)\n",
+    ),
+    "a round's number is used again after a restart": Bug(
+        (
+            (
+                admit.found,
+                "known = event.known if event.known.job_uid else Known(job_uid=uid)",
+                "known = Known(job_uid=event.known.job_uid or uid)",
+            ),
+            (admit.learn, "if known.job_uid != mine.job_uid or (", "if True or ("),
+        )
+    ),
+    "ranks are dealt with a gap": _bug(
+        ranks.deal, "first_rank += node.spec.slots", "first_rank += node.spec.slots + 1"
+    ),
+    "who waits is lost at a failover": _bug(Session.run, "turn += 1", "turn += 0"),
+    "who says nothing new is not answered": _bug(
+        Engine._commit, "self._answer(job.run_id, letters)\n        room.wakes_at", "room.wakes_at"
+    ),
+    "a daemon acts after losing its lease": _bug(Term.check, "boottime() >= self.valid_until", "False"),
+    "a daemon answers without looking whether it leads": _bug(Renderer.place, "self.engine.check_lead()", "pass"),
+    "a node offers itself while its workers live": _bug(rules._offerable, "not agent.idle or ", ""),
+    "a refusal is older than what was told": _bug(Renderer.refusal, "revision=engine.revision,", "revision=0,"),
+    "what is known of a job that gave way stays": _bug(
+        agent._greatest, "if told.job_uid and told.job_uid != known.job_uid:", "if False:"
+    ),
+    "a candidate whose lease has ended gives up": _bug(Election._take, "if not lease_ended(refusal):", "if True:"),
+    "a loss is not weighed against what it caused": _bug(verdict._order, ", cause.at)", ", -cause.at)"),
+}
