@@ -13,6 +13,7 @@ from rendezvousd.core.errors import Refusal
 from rendezvousd.core.model import Job
 from rendezvousd.desk import Desk
 from rendezvousd.options import EtcdOptions
+from rendezvousd.rpc.about import About
 from rendezvousd.rpc.admin import Admin
 from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.store import StoreService
@@ -23,6 +24,7 @@ from tests.sim.world.network import Network, Server
 
 PORT = 29400
 JOIN = "/rendezvousd.v1.Rendezvous/Join"
+GET_DAEMON = "/rendezvousd.v1.Rendezvous/GetDaemon"
 RUN_ID = "job"
 
 
@@ -79,7 +81,14 @@ class Daemon:
         streams = RendezvousStreams(desk)
         office = Office(desk, streams, StoreService(desk), _Health())  # type: ignore[arg-type]
         self.admin = Admin(desk)
-        self.net.listeners[self.address] = Server(self.net, process, {JOIN: streams.join})
+        about = About(desk, self.config.backend)
+
+        async def get_daemon(_: object, context: Any) -> None:
+            await context.read()
+            view = await about.get_daemon(pb.GetDaemonRequest(), context)
+            await context.write(view.SerializeToString())
+
+        self.net.listeners[self.address] = Server(self.net, process, {JOIN: streams.join, GET_DAEMON: get_daemon})
         await serve_terms(self.config, office, self.address)
 
     def _gone(self, process: Process) -> None:

@@ -387,6 +387,12 @@ class Channel:
         for call in self._calls:
             call.cancel()
 
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
 
 class Server:
     """What takes the calls to a process, as grpc.aio's server does. Handlers by path."""

@@ -368,7 +368,7 @@ def _world() -> Any:
 
 def patches() -> list[tuple[Any, str, Any]]:
     """Return what stands where the launcher would touch the machine: (where, name, what)."""
-    from rdzv import launcher, reach, session, workers
+    from rdzv import brains, channels, launcher, reach, session, workers
 
     return [
         (processes, "Supervisor", Supervisor),
@@ -379,6 +379,10 @@ def patches() -> list[tuple[Any, str, Any]]:
         (launcher, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=_node().uid))),
         (workers, "Workers", Workers),
         (reach, "aside", aside),
+        (session, "aside", aside),
+        (brains, "aside", aside),
+        (brains, "addresses", lambda endpoint: (endpoint,)),
+        (channels, "addresses", lambda endpoint: (endpoint,)),
         (reach, "_connect", connect),
         (session, "time", SimpleNamespace(monotonic=lambda: _world().current.clock())),
         (session, "random", SimpleNamespace(uniform=lambda a, b: _world().current.chance.uniform(a, b))),
