@@ -19,6 +19,7 @@ from rendezvousd.backends.etcd_client import Access, EtcdClient
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
 from rendezvousd.core.errors import NotLeader
+from rendezvousd.core.rules.fence import overlap_s
 from rendezvousd.desk import Desk
 from rendezvousd.election import Election, takeover_s
 from rendezvousd.engine import Engine
@@ -70,7 +71,7 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                         takeover_s=takeover_s(etcd.leader_ttl_s),
                     )
                     now = engine.clock.now()
-                    for stored in await backend.load(now):
+                    for stored in await backend.load(now, overlap_s(etcd.leader_ttl_s)):
                         engine.take_over(stored.job, stored.revision, now)
                     term.check()
                     async with _attending(office, engine):
