@@ -21,6 +21,7 @@ from rendezvousd.backends.etcd_store import EtcdStores
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
 from rendezvousd.core.errors import NotLeader
+from rendezvousd.core.rules.fence import overlap_s
 from rendezvousd.desk import Desk
 from rendezvousd.election import Election, takeover_s
 from rendezvousd.engine import Engine, Shared
@@ -73,7 +74,7 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                     engine = Engine(backend, config.timing, config.limits, shared)
                     stores = EtcdStores(client, term, etcd.prefix)
                     now = engine.clock.now()
-                    found = await backend.load(now)
+                    found = await backend.load(now, overlap_s(etcd.leader_ttl_s))
                     await stores.sweep(stored.job.uid for stored in found)
                     for stored in found:
                         engine.take_over(stored.job, stored.revision, now)

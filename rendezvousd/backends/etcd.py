@@ -84,8 +84,9 @@ class EtcdBackend:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    async def load(self, now: float) -> list[Stored]:
-        """Return all jobs, their timers armed afresh at `now`, and remove what failed writes have left.
+    async def load(self, now: float, overlap_s: float = 0.0) -> list[Stored]:
+        """Return all jobs, their timers armed afresh at `now`, and remove what failed writes have left. `overlap_s`:
+        for so long the leader before may take itself for one.
 
         To be called once this daemon leads: then no other can write any more. Raises NotLeader, and codec.RecordError
         if a record cannot be read, which is no reason to lose it.
@@ -94,7 +95,7 @@ class EtcdBackend:
         for base, values in (await self._client.persist(self._read_all)).items():
             revision, named = 0, {b"head"}
             if (head := values.get(b"head")) is not None:
-                stored, parts = self._read(base, head, values, now)
+                stored, parts = self._read(base, head, values, now, overlap_s)
                 found.append(stored)
                 revision, named = stored.revision, named | parts
             await self._remove(base, [base + name for name in values if name not in named], revision)
@@ -119,7 +120,7 @@ class EtcdBackend:
             start = page.kvs[-1].key + b"\0"
 
     def _read(
-        self, base: bytes, head: pb.KeyValue, values: Mapping[bytes, pb.KeyValue], now: float
+        self, base: bytes, head: pb.KeyValue, values: Mapping[bytes, pb.KeyValue], now: float, overlap_s: float
     ) -> tuple[Stored, set[bytes]]:
         """Return a job, and the names within its keys of the parts that it consists of."""
         try:
@@ -127,7 +128,7 @@ class EtcdBackend:
             generations: dict[str, int] = line["parts"]
             names = {name: _part_name(name, generation) for name, generation in generations.items()}
             parts = {name: values[within].value for name, within in names.items()}
-            job = codec.load(job_head, parts, seed=secrets.token_hex(16), now=now)
+            job = codec.load(job_head, parts, seed=secrets.token_hex(16), now=now, overlap_s=overlap_s)
         except (codec.RecordError, ValueError, KeyError, TypeError) as error:
             raise codec.RecordError(
                 f"the record at {head.key.decode(errors='replace')} cannot be read: {error}"

@@ -97,14 +97,15 @@ def dump(job: Job, last: Record | None = None) -> Record:
     return Record(job=job, head=_encode(_head(job)).encode(), parts=parts, whole=whole, sources=sources)
 
 
-def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float) -> Job:
-    """Return the stored job, every timer armed afresh at `now`. Raises RecordError."""
+def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float, overlap_s: float = 0.0) -> Job:
+    """Return the stored job, every timer armed afresh at `now`. Until `overlap_s` after it the leader before may have
+    answered nodes. Raises RecordError."""
     try:
         fact = json.loads(head)
         version = fact["version"]
         if version != VERSION:
             raise RecordError(f"it is of version {version}, and this daemon reads version {VERSION}")
-        return _job(fact, _join(parts), seed, now)
+        return _job(fact, _join(parts), seed, now, now + overlap_s)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise RecordError(f"it is damaged: {type(error).__name__}: {error}") from error
 
@@ -363,7 +364,9 @@ def _join(parts: Mapping[str, bytes]) -> dict[str, list[Any]]:
     return joined
 
 
-def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now: float) -> Job:
+def _job(
+    fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now: float, answered_until_at: float
+) -> Job:
     spec, ending, recovering = fact["spec"], fact["ending"], fact["recovering"]
     last_cause, end_cause = (c and _read_cause(c, now) for c in parts.get("causes", (None, None)))
     gone = [(NodeUid(uid), _read_departure(rest)) for uid, *rest in parts.get("gone", ())]
@@ -389,7 +392,8 @@ def _job(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now
         known=Known(**fact["known"]),
         calm=Calm(**fact["calm"]),
         lease_s=fact.get("lease_s", 0.0),  # not in records of before there was one
-        fences=Map([_read_fence(stored, now) for stored in parts.get("fences", ())]),
+        fences=Map([_read_fence(stored, answered_until_at) for stored in parts.get("fences", ())]),
+        answered_until_at=answered_until_at,
         ending=ending
         and Ending(
             outcome=Outcome(ending["outcome"]),
@@ -434,10 +438,10 @@ def _read_node(job: Job, stored: Sequence[Any], now: float) -> Node:
     return replace(node, stance=stance(job, node)) if overdue else node
 
 
-def _read_fence(stored: Sequence[Any], now: float) -> tuple[NodeUid, Fence]:
-    """The leader before may have read from the node until this one took over."""
+def _read_fence(stored: Sequence[Any], read_at: float) -> tuple[NodeUid, Fence]:
+    """The leader before may have read from the node until `read_at`."""
     uid, name, round_uid, bound_s = stored
-    return NodeUid(uid), Fence(name=name, round_uid=RoundUid(round_uid), bound_s=bound_s, until_at=now + bound_s)
+    return NodeUid(uid), Fence(name=name, round_uid=RoundUid(round_uid), bound_s=bound_s, until_at=read_at + bound_s)
 
 
 def _read_departure(stored: Sequence[Any]) -> Departure:

@@ -356,6 +356,7 @@ class Job:
     # With OnDaemonLoss.STOP: the longest lease that its nodes were ever told, and may be told now; and what stands.
     lease_s: float = 0.0
     fences: Map[NodeUid, Fence] = Map()
+    answered_until_at: float = 0.0  # a leader before this one may have answered nodes until then
     # Founded by a node that knew of no round, while this daemon was so young that others may not have come back yet.
     upstart: bool = False
     tally: Tally = Tally()

@@ -109,8 +109,13 @@ BY_LEADERS: dict[str, Mutation] = {
     ),
     "a new leader knows nothing of what its predecessor read": (
         codec._read_fence,
-        "until_at=now + bound_s",
-        "until_at=now",
+        "until_at=read_at + bound_s",
+        "until_at=read_at",
+    ),
+    "a leader that has been followed is believed to know it at once": (
+        fence.fence,
+        "max(read_at, job.answered_until_at) + lasts_s",
+        "read_at + lasts_s",
     ),
     "a daemon without memory begins at once": (fence.fence_unknown, 'fence(job, UNKNOWN, "", NO_ROUND, 0.0)', "job"),
     "a new leader does not know the longest lease that was told": (

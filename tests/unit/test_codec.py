@@ -147,6 +147,7 @@ def as_stored(job: Job) -> Job:
         last_cause=job.last_cause and replace(job.last_cause, at=NOW),
         recovering=job.recovering and replace(job.recovering, began_at=NOW, last_at=NOW),
         last_arrival_at=NOW,
+        answered_until_at=NOW,
         fences=Map((uid, replace(fence, until_at=NOW + fence.bound_s)) for uid, fence in job.fences.items()),
         enough_at=None,
         short_at=None,

@@ -141,15 +141,16 @@ def test_a_node_that_is_removed_while_it_is_cut_off_is_waited_for_too() -> None:
     assert stage.roster() == ["a"]
 
 
-def test_a_new_leader_counts_from_its_takeover() -> None:
+@pytest.mark.parametrize("overlap_s", [0.0, 2.0])
+def test_a_new_leader_counts_from_when_it_alone_leads(overlap_s: float) -> None:
     stage = stopping()
     _, b = stage.run("a", "b")
     cut_off(stage, b, LEASE_S)
     stage.play()
     stage.wait(BOUND_S - LEASE_S - SOON_S)
     record = dump(stage.job)
-    stage.job_or_none = load(record.head, record.parts, seed="new", now=stage.now)
-    stage.wait(BOUND_S - SOON_S)
+    stage.job_or_none = load(record.head, record.parts, seed="new", now=stage.now, overlap_s=overlap_s)
+    stage.wait(overlap_s + BOUND_S - SOON_S)
     stage.play()
     assert stage.job.running is None
     stage.wait(2 * SOON_S)

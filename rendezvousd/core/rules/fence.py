@@ -44,6 +44,13 @@ def bound_s(lease_s: float, kill_s: float) -> float:
     return (lease_s / (1 - CLOCK_RATE) + kill_s) * (1 + CLOCK_RATE)
 
 
+def overlap_s(leader_ttl_s: float) -> float:
+    """Return for how long a leader that has been followed may still take itself for one, in seconds of its follower's
+    clock. By rights it does not: etcd ends a lease when its holder must know. But a member of an older etcd that was
+    stuck while another took over from it ends leases that were renewed there; and so may people."""
+    return leader_ttl_s * (1 + CLOCK_RATE) / (1 - CLOCK_RATE)
+
+
 def outage_s(heartbeat_s: float, takeover_s: float, retry_max_s: float) -> float:
     """Return how long a node may go without an acknowledgement though nothing is wrong but a slow failover: the
     heartbeat that met no leader, until there is one (0: nobody takes over), the node's pause, and its call."""
@@ -108,7 +115,7 @@ def fence(job: Job, uid: NodeUid, name: str, round_uid: RoundUid, read_at: float
     if not stops(job):
         return job
     lasts_s = bound_s(job.lease_s, job.spec.timing.kill_s)
-    until_at = read_at + lasts_s
+    until_at = max(read_at, job.answered_until_at) + lasts_s
     before = job.fences.get(uid)
     if before is not None and before.until_at >= until_at:
         return job

@@ -50,6 +50,7 @@ class Daemon:
     clock: Clock
     ends_at: float
     pauses: tuple[float, float]
+    writes_s: float
     room_or_none: Job | None = None
     row: Row | None = None
     withheld: bool = False
@@ -164,7 +165,7 @@ class Daemon:
         if self.room_or_none is not None:
             self.withheld = valid_round_uid(self.room) not in ("", valid_round_uid(job))
         self._writing, self.next_or_none = True, job
-        self.world.at(self.world.t + self.world.plan.slow_writes_s, lambda: self._written(job))
+        self.world.at(self.world.t + self.writes_s, lambda: self._written(job))
 
     def _folded(self, job: Job | None, event: Event, now: float) -> Job | None:
         if job is None:
@@ -174,7 +175,7 @@ class Daemon:
         return step(job, event, now)
 
     def _written(self, job: Job) -> None:
-        if not self.leads(self.world.t):
+        if not self.leads(self.world.t) or self is not self.world.daemons[-1]:
             return  # refused: another daemon leads
         before, self.room_or_none = self.room_or_none, job
         self._writing, self.withheld, self.next_or_none = False, False, None

@@ -17,12 +17,14 @@ from rendezvousd.core.model import (
     Phase,
     RoundUid,
 )
+from rendezvousd.core.rules import fence
 from tests.stage import Stage
 
 HEARTBEAT_S = 1.0
 LEASE_S = 4.0
 KILL_S = 1.0
 STOP_GRACE_S = 6.0
+LEADER_TTL_S = 2.0
 HORIZON_S = 60.0
 NEVER = float("inf")
 NO_TIME_S = 1e-9  # what sums of numbers may be off by
@@ -83,14 +85,20 @@ class Plan:
         self.daemon_pause = _pause(rng, 0.25)
         self.other_pause = _pause(rng, 0.1)
         self.failover_at = rng.uniform(1.0, 9.0) if chance() < 0.45 else NEVER
-        self.interregnum_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 3.0)))
         self.forgets = chance() < 0.3
+        # Less than none: one takes over while the other still takes itself for the leader.
+        self.interregnum_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 3.0), -rng.uniform(0.0, LEADER_TTL_S)))
+        self.interregnum_s = max(0.0, self.interregnum_s) if self.forgets else self.interregnum_s
+        # Where that cannot be, the time that is allowed for it would hide what else is wrong.
+        exact = self.interregnum_s >= 0.0 and chance() < 0.8
+        self.overlap_s = 0.0 if exact else fence.overlap_s(LEADER_TTL_S)
         self.all_new = chance() < 0.5
         self.restart_at = rng.uniform(0.5, 8.0) if chance() < 0.3 else NEVER
         # A daemon that forgets, and hears of nobody, reckons with the lease that it was itself configured for.
         longer = chance() < 0.2 and not (self.forgets and self.all_new)
         self.longer_lease_at = rng.uniform(0.0, 4.0) if longer else NEVER
         self.slow_writes_s = rng.choice((0.0, 0.0, 0.05, rng.uniform(0.0, 9.0)))
+        self.other_writes_s = self.slow_writes_s  # of the daemon that leads next
         self.stall_s = rng.choice((0.0, 0.0, rng.uniform(0.0, 3.0)))  # of a daemon in the midst of an answer
         self.born_at = 0.0 if chance() < 0.8 else rng.uniform(0.0, 6.0)
         self.obeys = chance() < 0.4  # the worker ends when it is told to
@@ -99,13 +107,23 @@ class Plan:
         self.moves_at = rng.uniform(1.0, 12.0) if chance() < 0.2 else NEVER  # the node tries another daemon, unasked
         if longer and self.failover_at < NEVER and chance() < 0.5:
             self._longer_lease_is_lost(rng)
+        elif self.failover_at < NEVER and chance() < 0.1:
+            self._leader_is_stuck(rng)
         self.dies_after_s = rng.choice((KILL_S, KILL_S, rng.uniform(0.0, KILL_S)))
 
     def _longer_lease_is_lost(self, rng: random.Random) -> None:
         """The leader dies while it writes what lease it is going to tell, and soon the node hears nobody."""
+        self.interregnum_s = self.overlap_s = self.other_writes_s = 0.0
         self.longer_lease_at = self.failover_at - rng.uniform(0.0, 2.0)
         self.slow_writes_s = rng.uniform(0.0, 4.0)
         self.cut_at = self.failover_at + rng.uniform(-1.0, 1.0)
+        self.mended_at = NEVER
+
+    def _leader_is_stuck(self, rng: random.Random) -> None:
+        """The leader is followed while it answers, and soon the node hears nobody."""
+        self.interregnum_s = self.overlap_s = self.other_writes_s = 0.0
+        self.stall_s = rng.uniform(0.3, 1.5)
+        self.cut_at = self.failover_at + rng.uniform(1.0, 2.0) * self.stall_s
         self.mended_at = NEVER
 
 

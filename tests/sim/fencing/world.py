@@ -72,7 +72,9 @@ class World:
 
     def _found_daemons(self) -> None:
         plan = self.plan
-        first = Daemon(self, self.clock(BEGAN_AT), ends_at=plan.failover_at, pauses=plan.daemon_pause)
+        first = Daemon(
+            self, self.clock(BEGAN_AT), ends_at=plan.failover_at, pauses=plan.daemon_pause, writes_s=plan.slow_writes_s
+        )
         first.begin(JOB)
         self.daemons.append(first)
         if plan.failover_at < NEVER:
@@ -85,7 +87,7 @@ class World:
 
     def _another_leads(self) -> None:
         plan, last = self.plan, self.daemons[0]
-        new = Daemon(self, self.clock(0.0), ends_at=NEVER, pauses=plan.other_pause)
+        new = Daemon(self, self.clock(0.0), ends_at=NEVER, pauses=plan.other_pause, writes_s=plan.other_writes_s)
         self.daemons.append(new)
         now = new.now()
         if plan.forgets:
@@ -96,7 +98,7 @@ class World:
                 new.post(other_says("running", lease_s=last.room.lease_s))
         else:
             record = dump(last.room_or_none or JOB)
-            new.begin(load(record.head, record.parts, seed="second", now=now))
+            new.begin(load(record.head, record.parts, seed="second", now=now, overlap_s=plan.overlap_s))
             new.post(other_says("running" if valid_round_uid(new.room) == ROUND else "stopped"))
 
     def clock(self, offset: float) -> Clock:
