@@ -46,7 +46,7 @@ class Group:
     ranks: dict[int, Worker] = field(default_factory=dict)
     since: float | None = None  # it trains
     trains: int = 0  # how often it began to: what was planned for an earlier time is void
-    hung: bool = False
+    met: bool = False  # all of them, at some time
 
 
 class Training:
@@ -79,12 +79,14 @@ class Training:
         self.on_meet(worker, offer_id)
         group = self._groups.setdefault(worker.round_uid, Group())
         group.ranks[worker.rank] = worker
-        if len(group.ranks) == worker.world_size and all(w.alive for w in group.ranks.values()):
-            group.since, group.trains = self.world.now, group.trains + 1
+        if not all(w.alive for w in group.ranks.values()):
+            self.world.after(HANG_S, self._suffer, worker)
+        elif len(group.ranks) == worker.world_size:
+            group.since, group.trains, group.met = self.world.now, group.trains + 1, True
             self.world.after(max(self.left_s, 0.5), self._complete, group, group.trains)
 
     def _complete(self, group: Group, trains: int) -> None:
-        if group.since is None or group.trains != trains or group.hung:
+        if group.since is None or group.trains != trains:
             return
         self._keep(group)
         for worker in list(group.ranks.values()):
@@ -108,8 +110,8 @@ class Training:
         self.on_end(worker)
         worker.on_end(worker)
         group = self._groups.get(worker.round_uid)
-        if group is None or worker.rank not in group.ranks or (exit_code == 0 and number == 0):
-            return
+        if group is None or worker.rank not in group.ranks or (group.met and exit_code == 0 and number == 0):
+            return  # whoever has done its part is not missed
         self._keep(group)
         for peer in group.ranks.values():
             if peer.alive:
