@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from rdzv import agent as agents
 from rdzv import model
 from rdzv.aside import aside
+from rdzv.chaos import strike
 from rdzv.console import Console
 from rdzv.endpoints import Endpoint
 from rdzv.options import Options
@@ -147,6 +148,9 @@ class Launcher:
             self._obey(order)
         self._tasks.create_task(self._session.run())
         self._tasks.create_task(self._clear_up())
+        if options.chaos is not None:
+            blows = strike(options.chaos, self._supervisor, lambda text: self._say(model.Topic.WARN, text))
+            self._tasks.create_task(blows)
         early, self._early = self._early or [], None
         for fact in early:
             self._tell(fact)
