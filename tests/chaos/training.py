@@ -32,6 +32,7 @@ SAVE_EVERY = 10
 KEPT = 3  # checkpoints
 COLLECTIVE_S = 20.0  # patience with a peer that does not answer
 SEED = 1797
+RATE, MOMENTUM = 0.05, 0.9
 
 
 def build() -> nn.Module:
@@ -47,28 +48,38 @@ def samples(step: int) -> tuple[Tensor, Tensor]:
     return inputs, inputs.prod(dim=1, keepdim=True).sin() + 0.1 * noise
 
 
-def learn(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int) -> Tensor:
+class Descent:
+    """Gradient descent with momentum. torch.optim would import torch._dynamo, which takes longer than any recovery."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.velocity = [torch.zeros_like(weights) for weights in model.parameters()]
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for weights, velocity in zip(self._model.parameters(), self.velocity, strict=True):
+                velocity.mul_(MOMENTUM).add_(weights.grad)
+                weights.sub_(velocity, alpha=RATE)
+                weights.grad = None
+
+
+def learn(model: nn.Module, descent: Descent, step: int, rank: int, world: int) -> Tensor:
     """One step of this rank, which is the world's step because gradients are averaged. Its share of the loss."""
     inputs, wanted = samples(step)
     error = model(inputs[rank::world]) - wanted[rank::world]
     share = error.square().sum() / SAMPLES
-    optimizer.zero_grad()
     (share * world).backward()
-    optimizer.step()
+    descent.step()
     return share.detach()
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def alone(steps: int) -> float:
     """The loss of the last of so many steps."""
     model = build()
-    optimizer = make_optimizer(model)
+    descent = Descent(model)
     loss = 0.0
     for step in range(1, steps + 1):
-        loss = float(learn(model, optimizer, step, 0, 1))
+        loss = float(learn(model, descent, step, 0, 1))
     return loss
 
 
@@ -125,7 +136,7 @@ def train(say: Callable[..., None], checkpoints: Checkpoints, finish: Path) -> N
     """From the newest checkpoint on, until the file `finish` names a step that was reached."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build()
-    optimizer = make_optimizer(model)
+    descent = Descent(model)
     parcel: list[Any] = [(uuid.uuid4().hex, checkpoints.newest()) if rank == 0 else None]
     dist.broadcast_object_list(parcel, src=0)
     world_uid, found = parcel[0]
@@ -133,21 +144,21 @@ def train(say: Callable[..., None], checkpoints: Checkpoints, finish: Path) -> N
     if found is not None:
         step = found["step"]
         model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        descent.velocity = found["velocity"]
     say("resume", step=step, world_uid=world_uid, world=world)
     ddp = DistributedDataParallel(model)
     last = sys.maxsize
     while step < last:
         began_at = time.monotonic()
         step += 1
-        share = learn(ddp, optimizer, step, rank, world)
+        share = learn(ddp, descent, step, rank, world)
         told = int(finish.read_text()) if rank == 0 and finish.exists() else 0
         total = torch.tensor([float(share), float(told)], dtype=torch.float64)
         dist.all_reduce(total)
         loss, last = float(total[0]), int(total[1]) or sys.maxsize
         say("step", step=step, loss=loss, t0=began_at)
         if step % SAVE_EVERY == 0 and rank == 0:
-            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            checkpoints.save(step, {"model": model.state_dict(), "velocity": descent.velocity})
             say("saved", step=step)
             with contextlib.suppress(OSError):  # a log file on a disk that is full
                 print(f"step {step}: loss {loss:.6f}, world of {world}", flush=True)
