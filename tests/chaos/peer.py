@@ -4,8 +4,8 @@
 
 Three hosts, each a network namespace with one worker; two suffice (--nnodes=2:3). torchrun's store is on the first of
 them, where its users have it, and our daemon is on a fourth host. Everything else is as it comes: torchrun with c10d,
-with and without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and rdzvrun with its defaults. Workers give up on a collective
-after 20 s.
+with and without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rdzvrun with its defaults and with --preload=torch._dynamo. The
+workers train with DistributedDataParallel on gloo and give up on a collective after 20 s.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ HOSTS = {"n0": 2, "n1": 3, "n2": 4, "head1": 11}
 FORM_S = 180.0
 CALM_S = 2.0  # of training before the fault
 PORT = 29500
+OWN_STORE = "torchrun, own store"  # with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+PRELOAD = "rdzvrun, preload"  # with what DistributedDataParallel imports when it is first used
 RESTARTS = 20
 
 
@@ -49,7 +51,7 @@ class Job:
         self.reader = Reader(self.history)
         self.checkpoints = self.directory / "checkpoints"
         self.checkpoints.mkdir()
-        if self.side == "rdzvrun":
+        if self.side in ("rdzvrun", PRELOAD):
             self.daemon = daemon_on(self.hosts["head1"], self.directory, None)
             self.daemon.start()
             self.daemon.await_port(DAEMON_PORT)
@@ -61,6 +63,7 @@ class Job:
         if self.daemon is not None:
             endpoint = f"--rdzv-endpoint={self.daemon.host.address}:{DAEMON_PORT}"
             command = [command_path("rdzvrun"), *common, endpoint, f"--rdzv-conf=node_name={name}"]
+            command += ["--preload=torch._dynamo"] if self.side == PRELOAD else []
         else:
             endpoint = f"--rdzv-endpoint={self.hosts['n0'].address}:{self.port}"
             conf = f"--rdzv-conf=is_host={int(name == 'n0')}"
@@ -68,7 +71,7 @@ class Job:
             command.append(f"--local-addr={host.address}")
         files = (self.history, self.checkpoints, self.directory / "finish")
         node = Launcher(host, self.directory, command, files)
-        if self.side == "torchrun, own store":
+        if self.side == OWN_STORE:
             node.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         node.start()
         self.nodes.append(node)
@@ -209,7 +212,7 @@ SCENARIOS: dict[str, tuple[str, Scenario]] = {
     "node-joins": ("a third node joins two that train; all three train", third_node_joins),
     "node-returns": ("a host that died is started again; all three train", node_comes_back),
 }
-SIDES = ("torchrun", "torchrun, own store", "rdzvrun")
+SIDES = ("torchrun", OWN_STORE, "rdzvrun", PRELOAD)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ Backend = Literal["memory", "etcd"]
 
 TOGETHER_CHANCE = 0.15  # that a second fault comes before the first is over
 PAUSE_S = (1.0, 4.0)  # of undisturbed training between two faults
-WHOLE_S = 60.0  # from a fault's end until all nodes train together again
+WHOLE_S = 120.0  # from a fault's end until all nodes train together again
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Turn:
 
 
 # A pause of UNNOTICED_S is what a busy machine makes of "training goes on"; RESTART_S what it makes of a second or two.
-UNNOTICED_S, RESTART_S, EXEC_S = 5.0, 20.0, 40.0
+UNNOTICED_S, RESTART_S, EXEC_S = 5.0, 20.0, 60.0
 LEASE_S = 5.0
 COLLECTIVE_S = 20.0  # after which a worker gives up on a peer; see training.py
 

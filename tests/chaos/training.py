@@ -31,6 +31,7 @@ STEP_S = 0.1  # pause after each step
 SAVE_EVERY = 10
 KEPT = 3  # checkpoints
 COLLECTIVE_S = 20.0  # patience with a peer that does not answer
+START_S = 120.0  # and with one that still imports torch
 SEED = 1797
 RATE, MOMENTUM = 0.05, 0.9
 
@@ -147,6 +148,7 @@ def train(say: Callable[..., None], checkpoints: Checkpoints, finish: Path) -> N
         descent.velocity = found["velocity"]
     say("resume", step=step, world_uid=world_uid, world=world)
     ddp = DistributedDataParallel(model)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S))
     last = sys.maxsize
     while step < last:
         began_at = time.monotonic()
@@ -195,7 +197,7 @@ def main() -> None:
         born_at=born_at(os.getpid()),
         older=older_workers(history, int(number)) if number else [],
     )
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=START_S))
     train(say, Checkpoints(checkpoints), finish)
     dist.destroy_process_group()
 
