@@ -223,7 +223,8 @@ class Game:
         if done:
             step = done[-1]["step"]
             command = [sys.executable, str(TRAINING), "--alone", str(step)]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
             self.writer.say("reference", step=step, loss=float(said))
 
     # ------------------------------------------------------------------------------------------- who is who

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from tests.chaos import cage
 from tests.chaos.faults import FAULTS
 from tests.chaos.schedule import BY_NAME, KINDS, SHORT, Backend, short, soak
 from tests.daemon import ROOT
+from tests.e2e.kit import until
+from tests.e2e.processes_kit import marked
 
 WHY_NOT = cage.missing()
 
@@ -53,3 +56,20 @@ def test_every_kind_comes_once_before_any_comes_again(backend: Backend) -> None:
         seen += [shot.kind.name for shot in next(turns).shots]
     assert set(seen[: len(kinds)]) == kinds == set(seen[len(kinds) :])
     assert {name for name, _ in SHORT[backend]} <= set(BY_NAME) <= set(FAULTS)
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_game_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    mark = os.urandom(8).hex()
+    names = os.listdir("/sys/class/net")
+    command = [sys.executable, "-m", "tests.chaos", "short", "--backend=memory", "--die-with-parent"]
+    with subprocess.Popen(
+        [*command, f"--out={tmp_path}"],
+        cwd=ROOT, env={**os.environ, "RDZV_TEST_MARK": mark}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as game:  # fmt: skip
+        until(lambda: (tmp_path / "n2.log").exists(), "the last launcher was started", lambda: game.poll() is not None)
+        assert len(marked(mark)) >= 5
+        game.kill()
+    until(lambda: not marked(mark), "nothing of it lives")
+    assert os.listdir("/sys/class/net") == names
+    assert not list((tmp_path / "logs-n0").iterdir())  # what was mounted there is gone
