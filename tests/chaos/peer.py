@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.bench.report import machine
 from tests.chaos import cage, net
 from tests.chaos.game import end_quietly
 from tests.chaos.history import Reader
@@ -229,6 +230,7 @@ def main() -> int:
         return 2
     cage.enter(die_with_parent=False)
     end_quietly()
+    print(", ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
     hosts = net.build(HOSTS)
     table: dict[tuple[str, str], list[tuple[float | None, str]]] = {}
     port = PORT
