@@ -10,7 +10,7 @@ PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench fence sim clean
+.PHONY: demo test lint proto bench fence sim chaos clean
 
 # torch first, by its exact version: nothing must pull another one in
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,7 +24,7 @@ demo: $(VENV)/.installed  ## a daemon, two nodes, real training, a kill, a recov
 
 test: $(VENV)/.installed  ## everything that must hold
 	$(BIN)/python -m pytest -n 3 tests/unit tests/sim tests/wire
-	$(BIN)/python -m pytest tests/e2e  # one at a time: each starts several nodes
+	$(BIN)/python -m pytest tests/e2e tests/chaos  # one at a time: each starts several nodes
 
 lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/ruff format --check .
@@ -34,6 +34,12 @@ lint: $(VENV)/.installed  ## style, types, and which room may know which
 
 proto:  ## make rendezvousd/v1 and rendezvousd/etcd from proto/ again
 	proto/generate.sh
+
+MINUTES ?= 60
+SEED ?=
+
+chaos: $(VENV)/.installed  ## a real job, broken in every way there is, for MINUTES (60), at random from SEED; needs root
+	$(BIN)/python -m tests.chaos soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the same run (some 20 minutes)
 	$(BIN)/python -m tests.bench all

@@ -97,6 +97,11 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
             "signals that stop this node besides TERM, INT, HUP, QUIT; USR1, USR2 are passed on",
         ),
         Argument("monitor-interval", "SECONDS", "accepted for torchrun's sake: ends are noticed at once"),
+        Argument(
+            "chaos",
+            "KIND=TIME,...",
+            "strike this node on purpose, at random, so often on average: kill-worker, stop-worker, kill-node",
+        ),
     ),
     "logs": (
         Argument("console", "all|rank0", "whose output is shown; rank0: its own, and the stderr of all; default all"),

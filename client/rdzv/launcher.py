@@ -20,6 +20,7 @@ from rdzv import agent as agents
 from rdzv import model, wording
 from rdzv.aside import aside
 from rdzv.boottime import boottime
+from rdzv.chaos import strike
 from rdzv.console import Console
 from rdzv.endpoints import Endpoint
 from rdzv.options import Options
@@ -151,6 +152,9 @@ class Launcher:
             self._obey(order)
         self._tasks.create_task(self._session.run())
         self._tasks.create_task(self._clear_up())
+        if options.chaos is not None:
+            blows = strike(options.chaos, self._supervisor, lambda text: self._say(model.Topic.WARN, text))
+            self._tasks.create_task(blows)
         early, self._early = self._early or [], None
         for fact in early:
             self._tell(fact)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rdzv.arguments import CommandLine, Given, UsageError, read
+from rdzv.chaos import Chaos, parse_chaos
 from rdzv.devices import DeviceError, count_devices, cpu_count, has_plugin_backends
 from rdzv.endpoints import DEFAULT_PORT, Endpoint, is_loopback, parse_endpoint, parse_endpoints
 from rdzv.rdzv_conf import RdzvConf, parse_rdzv_conf, scheduler_submission
@@ -81,6 +82,7 @@ class Options:
     start_method: Literal["zygote", "exec"]
     preload: tuple[str, ...]  # modules that the zygote imports besides torch
     isolate: Literal["", "pid"]
+    chaos: Chaos | None  # faults on purpose
     # Read and checked, and not acted on; `notes` says so where they were given.
     monitor_interval_s: float
     event_log_handler: str
@@ -136,6 +138,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         start_method=how.start_method,
         preload=values.take("preload", (), as_modules),
         isolate="pid" if values.take("isolate", "", as_choice("pid")) else "",
+        chaos=values.take("chaos", None, reading(parse_chaos)),
         monitor_interval_s=values.take("monitor_interval", 0.1, as_seconds),
         log_dir=values.take("log_dir", None, as_text),
         redirects=values.take("redirects", "0", as_streams),

@@ -23,7 +23,7 @@ The wire. From the launcher, each with a field `do`:
     withdraw {}                                                workers that still wait for the zygote to be ready
     stop {signal, grace_s}                                     workers, and whatever else is not a helper
     hurry {}                                                   the stop in progress has no grace left
-    signal {signal}                                            each worker that runs its program, alone
+    signal {id, signal}                                        a worker, if it runs its program, alone
     end {id, grace_s}                                          one helper
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
@@ -156,7 +156,7 @@ class Spawner:
                 if self._stop is not None:
                     self._stop.kill_at = 0.0
             case "signal":
-                self._signal(body["signal"])
+                self._signal(body["id"], body["signal"])
             case "end":
                 self._end(body["id"], body["grace_s"])
             case "zygote":
@@ -215,9 +215,9 @@ class Spawner:
             signal_group(process, number if process.exec_fd < 0 else signal.SIGKILL)
             signal_group(process, signal.SIGCONT)  # a stopped process could not obey
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, ident: int, number: int) -> None:
         for process in self._workers():
-            if process.exec_fd < 0:
+            if process.ident == ident and process.exec_fd < 0:
                 send(os.kill, process.pid, number)
 
     def _end(self, ident: int, grace_s: float) -> None:

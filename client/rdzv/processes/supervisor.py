@@ -245,10 +245,12 @@ class Supervisor:
         if self._spawner is not None:
             self._spawner.link.post({"do": "hurry"})
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each worker that runs its program; not to what it has started."""
-        if self._spawner is not None:
-            self._spawner.link.post({"do": "signal", "signal": int(number)})
+    def signal(self, number: int, local_rank: int | None = None) -> None:
+        """Send a signal to each worker that runs its program, or to that of one local rank; not to what it has
+        started."""
+        for ident, child in self._children.items():
+            if self._spawner is not None and isinstance(child, _Worker) and local_rank in (None, child.local_rank):
+                self._spawner.link.post({"do": "signal", "signal": int(number), "id": ident})
 
     def withdraw(self) -> None:
         """Workers that still wait for the zygote to be ready are not to be started: their `spawn` fails."""
