@@ -6,6 +6,7 @@ All processes of a test are on one host, so that what workers record of CLOCK_BO
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from tests.etcd import etcd
 from tests.ports import free_port
 
 STOP = ("--on-daemon-loss=stop", "--start-method=exec")
-LEASE = {"lease": "3", "heartbeat": "0.5"}
+LEASE = {"lease": "4", "heartbeat": "0.5"}
 DEFAULT_LEASE_S = 10.0  # of such a job, with etcd
-LEAVES_OFF = r"round 1 is over on this node: no daemon has renewed its lease of 3 s .*stopping the workers"
+LEAVES_OFF = r"round \d+ is over on this node: no daemon has renewed its lease of 4 s .*stopping the workers"
 
 
 def pids(stage: Stage, world: World, node: str) -> set[int]:
@@ -105,15 +106,15 @@ def test_a_killed_node_is_waited_for_as_well_since_nobody_can_tell(stage: Stage)
 # ------------------------------------------------------------------------------------- the daemon goes, and comes
 
 
-def two_nodes(stage: Stage, port: int) -> tuple[Daemon, list[Launcher], World]:
+def two_nodes(stage: Stage, port: int, conf: Mapping[str, str]) -> tuple[Daemon, list[Launcher], World]:
     served = stage.daemon(listen=f"127.0.0.1:{port}")
-    nodes = [stage.launch(name, "2", conf=LEASE, options=STOP) for name in ("a", "b")]
+    nodes = [stage.launch(name, "2", conf=conf, options=STOP) for name in ("a", "b")]
     return served, nodes, stage.world(2)
 
 
 def test_a_daemon_that_is_back_within_the_lease_stops_nobody(stage: Stage) -> None:
     port = free_port()
-    served, nodes, world = two_nodes(stage, port)
+    served, nodes, world = two_nodes(stage, port, {"lease": "15", "heartbeat": "0.5"})
     served.process.kill()
     served.process.wait()
     stage.daemon(listen=f"127.0.0.1:{port}")
@@ -124,7 +125,7 @@ def test_a_daemon_that_is_back_within_the_lease_stops_nobody(stage: Stage) -> No
 
 def test_without_a_daemon_all_workers_stop_and_start_again_when_there_is_one(stage: Stage) -> None:
     port = free_port()
-    served, nodes, world = two_nodes(stage, port)
+    served, nodes, world = two_nodes(stage, port, LEASE)
     served.process.kill()
     served.process.wait()
     for node in nodes:
@@ -159,7 +160,7 @@ def test_the_end_of_a_leader_stops_nobody_with_the_lease_that_such_jobs_get(
         assert [node.ends() for node in nodes] == [0, 0]
         refused = stage.launch("c", conf=LEASE, options=STOP, endpoint=where, run_id="other")
         assert refused.ends() == 1
-        refused.says(r"with a lease of 3 s: it must be more than 8.93 s.*twice --leader-ttl")
+        refused.says(r"with a lease of 4 s: it must be more than 8.93 s.*twice --leader-ttl")
 
 
 # ------------------------------------------------------------------------------------- what is refused, what gives up
