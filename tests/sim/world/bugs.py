@@ -15,7 +15,7 @@ from rdzv.session import Session
 from rendezvousd.attendance import Clock
 from rendezvousd.core import machine, ranks, tally
 from rendezvousd.core.rules import admit, hear, seats, verdict
-from rendezvousd.election import Election, Term
+from rendezvousd.election import Election
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.rendezvous import Renderer
 from tests.sim.test_mutations import Mutation, mutated
@@ -93,7 +93,9 @@ BUGS: dict[str, Bug] = {
     "who says nothing new is not answered": _bug(
         Engine._commit, "self._answer(job.run_id, letters)\n        room.wakes_at", "room.wakes_at"
     ),
-    "a daemon acts after losing its lease": _bug(Term.check, "boottime() >= self.valid_until", "False"),
+    "a daemon acts after losing its lease": _bug(
+        Election._renew, "max(term.valid_until, sent_at + left_s)", "max(term.valid_until, sent_at + left_s + 3.0)"
+    ),
     "a daemon answers without looking whether it leads": _bug(Renderer.place, "self.engine.check_lead()", "pass"),
     "a node offers itself while its workers live": _bug(rules._offerable, "not agent.idle or ", ""),
     "a refusal is older than what was told": _bug(Renderer.refusal, "revision=engine.revision,", "revision=0,"),

@@ -141,7 +141,9 @@ class _Memory(MemoryBackend):
     async def write(self, job: Job, *, expected: int) -> int:
         stored = await super().write(job, expected=expected)
         daemon = _world().current.owner
-        daemon.judge.stored(daemon.process, job.known.round_uid, job.known.round, job.uid)
+        sealed = job.round is not None and job.round.uid == job.known.round_uid
+        roster = [str(seat.uid) for seat in job.round.seats] if sealed and job.round is not None else []
+        daemon.judge.stored(daemon.process, job.known.round_uid, roster)
         return stored
 
 

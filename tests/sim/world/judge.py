@@ -175,10 +175,13 @@ class Judge:
         if key == LEADER:
             self.world.say(f"{value.decode() or 'nobody'} leads")
 
-    def stored(self, daemon: Process, round_uid: str, number: int, job_uid: str) -> None:
-        """A daemon keeps a job in its memory."""
+    def stored(self, daemon: Process, round_uid: str, roster: list[str]) -> None:
+        """A daemon keeps a job in its memory, whose last round has these members."""
         if round_uid:
-            self._seal(daemon, round_uid)
+            if round_uid not in self.books:
+                self._seal(daemon, round_uid)
+                for uid in roster:
+                    self._seated(self.books[round_uid], uid)
             self.durable.add(round_uid)
 
     def _seal(self, daemon: Process, uid: str) -> None:

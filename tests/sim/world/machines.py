@@ -17,6 +17,8 @@ from typing import Any
 RESOLUTION_S = 1e-6
 # Turns that a process gets to let go of what it holds, after the end of a run.
 DISPOSAL_TURNS = 400
+# Turns in one instant; a cluster that sets to work takes some hundred.
+SPINS_MAX = 5000
 
 
 class Task(asyncio.Task[Any]):
@@ -246,7 +248,7 @@ class World:
 
     def run(self, until: float, done: Callable[[], bool]) -> None:
         """Let things happen until `done`, a failure, or this time."""
-        agenda, never = self._agenda, float("inf")
+        agenda, never, spins = self._agenda, float("inf"), 0
         while not self.failure:
             at, process = agenda[0][0] if agenda else never, None
             for other in self.processes:
@@ -255,8 +257,11 @@ class World:
             if at > until:
                 self.now = until
                 return
-            self.now = at
-            if process is not None:
+            spins = spins + 1 if at <= self.now else 0
+            self.now = max(at, self.now)
+            if spins > SPINS_MAX:
+                self.fail("bug", f"time stands still: {process.name if process is not None else 'the world'} spins")
+            elif process is not None:
                 process.turn()
             else:
                 _, _, act, args = heapq.heappop(agenda)
