@@ -61,7 +61,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("kill-keeper", (0.0, 0.0), EXEC_S, charged=True),
     Kind("stop-keeper", (2.0, 6.0), UNNOTICED_S),
     Kind("kill-store-holder", (0.0, 0.0), EXEC_S),
-    Kind("stop-store-holder", (2.0, 6.0), 6.0 + EXEC_S),
+    Kind("stop-store-holder", (2.0, 6.0), 6.0 + EXEC_S, charged=True),
     Kind("kill-daemon", (0.5, 5.0), UNNOTICED_S),
     Kind("stop-daemon", (2.0, 10.0), UNNOTICED_S),
     Kind("kill-etcd", (0.5, 5.0), UNNOTICED_S, backend="etcd"),

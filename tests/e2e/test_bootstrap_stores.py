@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import resource
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from rdzv.processes import tree
+from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
 from rdzv.processes.supervisor import HelperEnded
 from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, node, script, until
@@ -183,6 +185,43 @@ def test_a_port_that_may_not_be_used_is_named() -> None:
                 assert "port 1" in str(problem)  # noqa: PT017  root may listen there
 
     asyncio.run(story())
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """In this scope this process can open so many more, and no others."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    plugs: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                plugs.append(os.dup(0))
+        for _ in range(count):
+            os.close(plugs.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for plug in plugs:
+            os.close(plug)
+
+
+def test_without_descriptors_there_is_no_store_and_later_there_is_one() -> None:
+    async def play() -> None:
+        async with holder_node() as (n, holder), client() as peer:
+            for left in (0, 1):  # none to listen with; none for the holder's copy
+                with descriptors_left(left), pytest.raises(NoPort, match="Too many open files"):
+                    await holder.open(f"offer-{left}")
+            assert await peer.count(await holder.open("offer-1")) == 1
+            await holder.close()
+            await n.supervisor.stop_helper(StoreHolder.NAME)
+            for left in (1, 2):  # no wire; nothing to be the holder's stdio
+                with descriptors_left(left), pytest.raises(SpawnError, match="Too many open files"):
+                    await holder.start(n.supervisor)
+            await holder.start(n.supervisor)
+            assert await peer.count(await holder.open("offer-2")) == 1
+
+    asyncio.run(play())
 
 
 def test_a_dead_holder_is_a_fact_and_a_new_one_serves() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 
 import psutil
@@ -75,6 +77,22 @@ def test_the_death_of_the_process_between_launcher_and_workers_is_survived(stage
     stage.order("finish")
     assert [node.ends() for node in nodes.values()] == [0, 0]
     assert second.nodes == first.nodes
+
+
+def test_a_launcher_without_a_free_descriptor_goes_on_when_it_has_some(stage: Stage) -> None:
+    stage.daemon()
+    nodes = {name: stage.launch(name, "2", restarts=1000) for name in ("a", "b")}
+    first = stage.world(2)
+    poor = nodes[first.nodes[1]]
+    pid = poor.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1, before[1]))
+    psutil.Process(first.pids[1]).kill()
+    poor.says("Too many open files")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert stage.world(2, after=first).nodes == first.nodes
+    stage.order("finish")
+    assert [node.ends() for node in nodes.values()] == [0, 0]
 
 
 def test_a_launcher_brings_its_own_daemon_back(stage: Stage) -> None:

@@ -185,7 +185,10 @@ def _start(isolate: str, fence_fd: int) -> tuple[subprocess.Popen[bytes], socket
     """The process and our end of the wire. Its stderr is ours: a traceback of it must not get lost."""
     script = Path(__file__).with_name("keeper.py")
     ignored = ",".join(map(str, _IGNORED_AT_START))
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as refused:
+        raise SpawnError(f"no wire to a spawner: {refused.strerror}") from refused
     with theirs:
         fd = theirs.fileno()
         argv = [sys.executable, "-S", "-E", "-s", str(script), str(fd), ignored, str(_NOFILE_AT_START)]

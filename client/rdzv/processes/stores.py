@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rdzv.processes.link import Link
+from rdzv.processes.spawner_process import SpawnError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +65,10 @@ class StoreHolder:
         """Returns when the holder's process is on its way; stores may be opened at once. Raises SpawnError."""
         self._lose()
         self.problem = ""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as refused:
+            raise SpawnError(f"no wire to a store holder: {refused.strerror}") from refused
         with theirs:
             link = self._link = Link(ours, self._hear, lambda: self._gone(link))
             try:
@@ -84,7 +88,10 @@ class StoreHolder:
         listener = listen(port_range, frozenset(self._quiet))
         with listener:  # the holder has its own copy
             port: int = listener.getsockname()[1]
-            self._link.post({"do": "serve", "offer_id": offer_id, "port": port}, [listener.fileno()])
+            try:
+                self._link.post({"do": "serve", "offer_id": offer_id, "port": port}, [listener.fileno()])
+            except OSError as refused:  # this process has no descriptor left for that copy
+                raise NoPort(f"cannot hand port {port} to the store holder: {refused.strerror}") from refused
         self._open[offer_id] = port
         return port
 

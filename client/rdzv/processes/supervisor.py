@@ -300,7 +300,10 @@ class Supervisor:
             raise ValueError(f"there is a helper {name!r}")
         spawner = await self._need_spawner()
         helper = _Helper(started=self._loop.create_future(), name=name, awaited=awaited)
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as refused:
+            raise SpawnError(f"helper {name!r}: {refused}") from refused
         try:
             self._order(spawner, helper, argv, env, (null, null, null, *pass_fds), fork=fork)
         finally:
