@@ -4,7 +4,8 @@ torch loads what the entry points of the group `torchrun.handlers` name as soon 
 imported, in every program that does so. So nothing is imported here before a handler is really wanted.
 
 torch 2.4 does not look at entry points yet. There, and wherever this package is used without being installed,
-`python -m rdzv.torchrun` stands in for `torchrun`: the same program, which knows the backend.
+`python -m rdzv.torchrun` stands in for `torchrun`: the same program, which knows the backend. Programs that launch from
+Python call `register` first.
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ def create_handler(params: Any) -> Any:
     return Handler(settings(params, launch_config()))
 
 
-def main() -> None:
-    """Run torchrun, with the backend registered."""
+def register() -> None:
+    """Let torch know the backend, where it has not found it by itself."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.run import main as torchrun
 
     # By its importable name: run with -m, this very module is another one.
     from rdzv.torchrun import create_handler as creator
 
     rendezvous_handler_registry.register(BACKEND, creator)
+
+
+def main() -> None:
+    """Run torchrun, with the backend registered."""
+    from torch.distributed.run import main as torchrun
+
+    register()
     torchrun()
 
 

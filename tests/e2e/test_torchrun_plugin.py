@@ -334,6 +334,7 @@ def test_elastic_launch(stage: Stage) -> None:
     assert results == ["{0: '0 of 4, sum 6', 1: '1 of 4, sum 6'}", "{2: '2 of 4, sum 6', 3: '3 of 4, sum 6'}"]
 
 
+@pytest.mark.skipif(TORCH < (2, 5), reason="torch 2.4 finds no backends of others, and accelerate registers none")
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_launch(stage: Stage) -> None:
     host, _, port = stage.daemon().endpoint.rpartition(":")

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import rdzv.torchrun
+
 
 def work(greeting: str) -> str:
     """Sum up all ranks."""
@@ -20,6 +22,8 @@ def work(greeting: str) -> str:
 
 
 def main() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 5):
+        rdzv.torchrun.register()
     config = LaunchConfig(
         min_nodes=2,
         max_nodes=2,
