@@ -44,6 +44,7 @@ def _power(cluster: Cluster, fault: Fault) -> None:
 
 def _leave(cluster: Cluster, fault: Fault) -> None:
     node = cluster.nodes[fault.who]
+    cluster.judge.trouble(node.name)
     node.signal(signal.SIGTERM)
     cluster.world.after(fault.for_s + 3.0, cluster.restart_node, node)
 

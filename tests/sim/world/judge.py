@@ -443,6 +443,7 @@ class Judge:
             self.trouble(node)
 
     def exited(self, node: Any, code: int, text: str) -> None:
+        self.trouble(node.name)
         said = text.partition("] ")[2]
         self.world.say(f"{node.uid} exits with {code}: {said}")
         if not said.startswith("job "):
