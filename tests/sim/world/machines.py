@@ -90,6 +90,7 @@ class Process:
         self.chance = world.random(f"process {name}")
         self.dead = False
         self.paused = False
+        self.pauses = 0
         self.turn_s = 0.0  # that each turn of its loop takes: a host that is busy with something else
         self.due_at = float("inf")  # of the world's clock
         self.on_exit: Callable[[], None] = lambda: None
@@ -128,6 +129,7 @@ class Process:
 
     def pause(self) -> None:
         if not self.paused:
+            self.pauses += 1
             self._old_news = len(self.loop._ready)  # type: ignore[attr-defined]
         self.paused = True
         self._arm()

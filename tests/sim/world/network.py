@@ -79,10 +79,10 @@ class Network:
             for end in (stream.client, stream.server):
                 if end.process is process:
                     patience = process.chance.uniform(*KEEPALIVE_S)
-                    self.world.after(patience, self._if_paused, process, end.peer())
+                    self.world.after(patience, self._if_paused, process, process.pauses, end.peer())
 
-    def _if_paused(self, process: Process, end: End) -> None:
-        if process.paused:
+    def _if_paused(self, process: Process, pauses: int, end: End) -> None:
+        if process.paused and process.pauses == pauses:  # all the time
             end.break_("keepalive watchdog timeout")
 
     def died(self, process: Process) -> None:
