@@ -1,5 +1,5 @@
-"""The seeds of this run: new ones with each commit, so that a commit is judged once and for all; the same for all workers
-of a run. FIRST_SEED=7 chooses others."""
+"""The seeds of this run: new ones with each commit, so that a commit is judged once and for all, and the same for all
+workers of a run. FIRST_SEED=7 chooses others."""
 
 from __future__ import annotations
 
