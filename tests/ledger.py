@@ -132,8 +132,12 @@ class Ledger:
                 assert_never(event)
 
     def _lost(self, before: Job, event: NodeLost, silent_since: float) -> None:
-        if event.uid in self.words and self._may_live(event.uid):
-            self.unheard[event.uid] = silent_since
+        # Of whoever is not in the last round, the workers were waited for when that was sealed.
+        concerned = self.book is None or event.uid in self.book.members
+        if event.uid in self.words and concerned and self._may_live(event.uid):
+            # Once the round is broken no answer names it, and none prolongs its leases.
+            broken_at = self.book.broken_at if self.book is not None else None
+            self.unheard[event.uid] = silent_since if broken_at is None else min(silent_since, broken_at)
         self._gone(before, event.uid, CauseKind.NODE_LOST, silent_since)
         self.words.pop(event.uid, None)
         self.busy_since.pop(event.uid, None)
@@ -234,11 +238,20 @@ class Ledger:
         book = self.book
         if book is None or uid not in book.members:
             return
-        if uid not in book.out and uid not in book.done:
+        if uid not in book.out and uid not in book.done and not self._has_succeeded(uid):
             self._evidence(before, Evidence(False, at, kind, uid))
         book.out.add(uid)
         if not alive:
             book.ended.add(uid)
+
+    def _has_succeeded(self, uid: NodeUid) -> bool:
+        """Whether its workers had all succeeded when it went, be it after the round broke: that broke nothing."""
+        held = self.words[uid].held if uid in self.words else None
+        return (
+            self.book is not None
+            and held is not None
+            and (held.round_uid, held.phase) == (self.book.uid, Phase.SUCCEEDED)
+        )
 
     def _evidence(self, before: Job, evidence: Evidence) -> None:
         if self.book is not None and before.round is not None and not before.round.final and before.ending is None:
@@ -308,7 +321,9 @@ class Ledger:
         assert round_.restart_count == after.known.restarts_used
         if before.spec.on_daemon_loss is OnDaemonLoss.STOP:
             gone_s = before.lease_s + before.spec.timing.kill_s
-            assert all(now > at + gone_s for at in self.unheard.values()), "workers may live where nobody hears"
+            assert all(now > at + gone_s for at in self.unheard.values()), (
+                f"workers may live where nobody hears: {self.unheard}, now {now}, gone after {gone_s}"
+            )
         self.unheard.clear()
         self.book = Book(uid=round_.uid, seats=round_.seats, sealed_at=now)
 
@@ -357,7 +372,8 @@ class Ledger:
         first = min(book.evidence, key=lambda e: (not e.hopeless, e.victim, e.at))
         if after.round is not None and not sealed:  # else the next round hides it
             assert after.round.cause is not None
-            assert (after.round.cause.kind, after.round.cause.uid) == (first.kind, first.uid), "blamed the wrong one"
+            blamed = after.round.cause
+            assert (blamed.kind, blamed.uid) == (first.kind, first.uid), f"blamed {blamed.kind} of {blamed.uid}: {book}"
         fault = first.kind is CauseKind.WORKER_FAILED
         if fault and (first.hopeless or before.known.restarts_used == after.spec.max_restarts):
             assert after.ending is not None

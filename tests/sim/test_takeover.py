@@ -47,7 +47,10 @@ class AnyTakeover(AnyHistory):
         ledger, now = self.stage.ledger, self.stage.now
         for uid, word in ledger.words.items():
             ledger.words[uid] = replace(word, offer=None)
-        ledger.unheard = dict.fromkeys(ledger.unheard, now)
+        job = self.stage.job
+        gone_s = job.lease_s + job.spec.timing.kill_s
+        # Whoever must be gone by now is nobody's concern any more.
+        ledger.unheard = {uid: now for uid, at in ledger.unheard.items() if now <= at + gone_s}
         book = ledger.book
         if book is None:
             return

@@ -46,7 +46,7 @@ def _bug(first: int, function: Callable[..., Any], guard: str, instead: str) -> 
 
 BUGS: dict[str, Bug] = {
     "the guard against news of an older round is dropped": _bug(
-        881,
+        1313,
         hear._held,
         "here = held is not None and held.round_uid == round_.uid",
         "here = held is not None",
@@ -101,7 +101,7 @@ BUGS: dict[str, Bug] = {
     "ranks are dealt with a gap": _bug(
         1, ranks.deal, "first_rank += node.spec.slots", "first_rank += node.spec.slots + 1"
     ),
-    "who waits is lost at a failover": _bug(0, Session.run, "turn += 1", "turn += 0"),
+    "who waits is lost at a failover": _bug(0, Session._attend_for_ever, "turn += 1", "turn += 0"),
     "who says nothing new is not answered": _bug(
         17, Engine._commit, "self._answer(job.run_id, letters)\n        room.wakes_at", "room.wakes_at"
     ),
@@ -111,7 +111,7 @@ BUGS: dict[str, Bug] = {
     "a daemon answers without looking whether it leads": _bug(330, Renderer.place, "self.engine.check_lead()", "pass"),
     "a node offers itself while its workers live": _bug(0, rules._offerable, "not agent.idle or ", ""),
     "a candidate whose lease has ended gives up": _bug(
-        1053, Election._take, "if not lease_ended(refusal):", "if True:"
+        8254, Election._take, "if not lease_ended(refusal):", "if True:"
     ),
     "a loss is not weighed against what it caused": _bug(83, verdict._order, ", cause.at)", ", -cause.at)"),
 }
