@@ -23,6 +23,9 @@ from tests.sim.world.bugs import BUGS
 from tests.sim.world.cluster import carry_out, run, shrink, story
 from tests.sim.world.plan import plan
 
+# A process that is killed leaves what it was about to do.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
 CHUNK = 50
 ROOT = Path(__file__).resolve().parents[2]
 

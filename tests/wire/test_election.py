@@ -15,7 +15,7 @@ import pytest
 from rendezvousd.backends.etcd import EtcdBackend
 from rendezvousd.backends.etcd_client import Access, EtcdClient
 from rendezvousd.core.errors import NotLeader
-from rendezvousd.election import Election, Term, boottime
+from rendezvousd.election import TTL_S, Election, Term, boottime
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
 from tests.etcd import Cable, Cluster, binaries, connected, etcd, until
 
@@ -73,13 +73,13 @@ async def running(candidate: Candidate, access: Access) -> AsyncIterator[Callabl
             await task
 
 
-def one_at_a_time(*candidates: Candidate) -> None:
-    """Nobody acted in a term of theirs after a later term had begun."""
+def one_at_a_time(*candidates: Candidate, overlap_s: float = 0.0) -> None:
+    """Nobody acted in a term of theirs after a later term had begun, and been going on for `overlap_s`."""
     began = [start for candidate in candidates for start in candidate.began]
     for candidate in candidates:
         for at, revision in candidate.acted:
             later = [start for start, other in began if other > revision]
-            assert not later or at <= min(later)
+            assert not later or at <= min(later) + overlap_s
 
 
 # -------------------------------------------------------------------------------------------------------- in order
@@ -238,7 +238,9 @@ def test_any_member_of_etcd_may_stop_or_die(tmp_path: Path, program: Path | None
                     await until(lambda count=count: len(a.acted) + len(b.acted) > count + 600)  # type: ignore[misc]
                     getattr(member, back)()
                     await until(member.answers)
-        one_at_a_time(a, b)
+        # A member that was stuck ends leases that were renewed with another one meanwhile (in etcd before 3.4.31 and
+        # 3.5.13), and so lets the next leader in early. Its predecessor's writes are refused all the same.
+        one_at_a_time(a, b, overlap_s=TTL_S)
 
     with etcd(tmp_path, members=3, program=program) as cluster:
         asyncio.run(story(cluster))
