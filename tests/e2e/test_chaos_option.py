@@ -16,7 +16,10 @@ def test_workers_are_killed_now_and_then_and_the_job_recovers_each_time(stage: S
     struck = stage.launch("a", "2", nproc=2, restarts=1000, conf=conf, options=["--chaos=kill-worker=1500ms,seed=11"])
     other = stage.launch("b", "2", nproc=1, restarts=1000, conf=conf)
     struck.says(r"^warning: chaos is on: kill-worker every 1.5 s on average, on this node \(seed=11\)$")
-    stage.until(lambda: stage.progress(event="step", round=4), "three rounds were struck, and a fourth trains")
+    stage.until(
+        lambda: any(event["round"] >= 4 for event in stage.progress(event="step")),
+        "three rounds were struck, and a later one trains",
+    )
     stage.order("finish")
     assert (struck.ends(), other.ends()) == (0, 0)
     assert len([line for line in struck.lines() if "chaos: SIGKILL to local rank" in line]) >= 3
