@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rendezvousd.backends.etcd import EtcdBackend
+from rendezvousd.backends.etcd_client import EtcdClient
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import JobSpec, JobUid
 from rendezvousd.core.rules.admit import found
@@ -121,9 +122,9 @@ async def _commits(cluster: Cluster, nodes: int) -> tuple[float, float]:
         return spent[0] / COMMITS * 1000, spent[1] / COMMITS * 1000
 
 
-async def _size(client: object, revision: int) -> list[int]:
+async def _size(client: EtcdClient, revision: int) -> list[int]:
     """Return the sizes of what was put at this revision."""
-    found = await client.range(b"/rendezvousd/jobs/", b"/rendezvousd/jobs0")  # type: ignore[attr-defined]
+    found = await client.range(b"/rendezvousd/jobs/", b"/rendezvousd/jobs0")
     return [len(kv.value) for kv in found.kvs if kv.mod_revision == revision]
 
 
