@@ -13,8 +13,10 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
@@ -38,8 +40,13 @@ WINDOW_S = 0.003
 FOLD_MAX = 512
 # An explanation has a countdown in it; so long it is used for all who ask.
 EXPLAIN_FRESH_S = 0.5
-# Jobs of so many nodes are explained anew after every change.
-EXPLAIN_ALWAYS_MAX = 64
+# Jobs of so many nodes are explained anew after every change, and their nodes are answered at once.
+SMALL_MAX = 64
+# In a larger one most answers would be overtaken by what all are told soon: a node is answered within so long for each
+# of them (s), while thousands arrive or stop, but well within the two heartbeats after which it takes the daemon for
+# dead, and within half of what it gives a first place where it knows another daemon.
+ANSWER_A_NODE_S = 0.0005
+ANSWER_HEARTBEATS, ANSWER_MAX_S = 0.5, 2.5
 # Uids of dropped jobs that are remembered, so that a launcher which slept through the end does not start it anew.
 FINISHED_MAX = 4096
 
@@ -72,6 +79,8 @@ class Room:
     wakes_at: float | None = None
     watchers: set[asyncio.Event] = field(default_factory=set)
     withheld: bool = False  # nodes are not answered: what is being made durable breaks the round that would be named
+    owed: dict[Stream, None] = field(default_factory=dict)  # streams that spoke and are yet to be answered ...
+    pays_at: float | None = None  # ... then
     said: str = ""  # the last explanation logged, without its numbers
     _explained: tuple[Job, int, float, str] | None = None
 
@@ -82,7 +91,7 @@ class Room:
         """
         if self._explained is not None:
             job, revision, at, text = self._explained
-            fresh = job is self.job or len(self.job.nodes) > EXPLAIN_ALWAYS_MAX
+            fresh = job is self.job or len(self.job.nodes) > SMALL_MAX
             if fresh and revision == self.revision and now < at + EXPLAIN_FRESH_S:
                 return text
         text = explain(self.job, now)
@@ -271,6 +280,8 @@ class Engine:
                 if room.wakes_at is not None and now >= room.wakes_at:
                     room.wakes_at = None  # asked for again by the fold
                     self._post(run_id, Letter(TimePassed()))
+                if room.pays_at is not None and now >= room.pays_at:
+                    self._settle_debts(room)
 
     async def _fold_for_ever(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -361,7 +372,7 @@ class Engine:
             await self._drop(job)
             return
         if room is not None and job is room.job:
-            self._answer(job.run_id, letters)
+            self._answer(room, letters)
             room.wakes_at = wakes_at(job)
             return
         before = None if room is None else room.job
@@ -375,7 +386,7 @@ class Engine:
         self._log(room)
         if before is None or urgent(before) != urgent(job):
             self._tell_all(room)
-        self._answer(job.run_id, letters)
+        self._answer(room, letters)
         for watcher in room.watchers:
             watcher.set()
 
@@ -387,16 +398,29 @@ class Engine:
         for row in self.table.of(room.job.run_id, iter(room.job.nodes)):
             row.tell(room.revision, lease_s, now)
             row.stream.notify()
+            room.owed.pop(row.stream, None)
 
-    def _answer(self, run_id: str, letters: list[Letter]) -> None:
-        """Tell the nodes that spoke, or were spoken of."""
+    def _answer(self, room: Room, letters: list[Letter]) -> None:
+        """Tell the nodes that spoke, or were spoken of, their places: at once, or soon if they are many."""
+        job = room.job
         for letter in letters:
             if letter.stream is not None:
-                letter.stream.notify()
+                room.owed[letter.stream] = None
             elif (uid := getattr(letter.event, "uid", None)) is not None:
-                row = self.table.get(run_id, uid)
+                row = self.table.get(job.run_id, uid)
                 if row is not None:
-                    row.stream.notify()
+                    room.owed[row.stream] = None
+        if len(job.nodes) <= SMALL_MAX or fence.stops(job):  # there an answer renews a lease
+            self._settle_debts(room)
+        elif room.owed and room.pays_at is None:
+            heartbeats_s = ANSWER_HEARTBEATS * self.pace(job.run_id).heartbeat_s
+            room.pays_at = self.clock.now() + min(ANSWER_A_NODE_S * len(job.nodes), heartbeats_s, ANSWER_MAX_S)
+
+    def _settle_debts(self, room: Room) -> None:
+        room.pays_at = None
+        owed, room.owed = room.owed, {}
+        for stream in owed:
+            stream.notify()
 
     def _end_namespaces(self, before: Job | None, job: Job) -> None:
         if before is None:

@@ -6,8 +6,10 @@ only `place`, `explain` and `wakes_at`, whose answers are what is judged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from rendezvousd.core.events import (
     CloseAsked,

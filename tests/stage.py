@@ -7,7 +7,9 @@ what is said into the job, as the daemon's engine does, and lets time pass. What
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from rendezvousd.core.events import (
     CloseAsked,
@@ -213,7 +215,7 @@ class Player:
 def job_spec(nnodes: str = "1:4", **more: object) -> JobSpec:
     """Return what all nodes of a job want. Keywords that are no field of it are durations and counts of `Timing`."""
     low, _, high = nnodes.partition(":")
-    timing = {k: more.pop(k) for k in list(more) if k in Timing.__dataclass_fields__}
+    timing = {k: more.pop(k) for k in list(more) if k in Timing.__struct_fields__}
     return JobSpec(
         min_nodes=int(low),
         max_nodes=int(high or low),

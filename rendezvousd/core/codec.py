@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.core.model import (
     Calm,
@@ -218,13 +219,13 @@ def _head(job: Job) -> dict[str, Any]:
             "max_restarts": spec.max_restarts,
             "on_daemon_loss": spec.on_daemon_loss.value,
             "grow": spec.grow.value,
-            "timing": {name: getattr(spec.timing, name) for name in Timing.__dataclass_fields__},
+            "timing": {name: getattr(spec.timing, name) for name in Timing.__struct_fields__},
         },
         "submission": job.submission,
         "arrivals": job.arrivals,
         "departures": job.departures,
-        "known": {name: getattr(known, name) for name in Known.__dataclass_fields__},
-        "calm": {name: getattr(job.calm, name) for name in Calm.__dataclass_fields__},
+        "known": {name: getattr(known, name) for name in Known.__struct_fields__},
+        "calm": {name: getattr(job.calm, name) for name in Calm.__struct_fields__},
         "lease_s": job.lease_s,
         "round": None
         if round_ is None
@@ -320,8 +321,8 @@ def _cause(cause: Cause, after_s: float) -> list[Any]:
     return [cause.kind.value, after_s, cause.text, cause.uid, cause.name, failure]
 
 
-_SEAT = tuple(Seat.__dataclass_fields__)
-_FAILURE = tuple(Failure.__dataclass_fields__)
+_SEAT = Seat.__struct_fields__
+_FAILURE = Failure.__struct_fields__
 _LETTERS: dict[End | None, str] = {
     None: ".",
     End.SUCCEEDED: "s",

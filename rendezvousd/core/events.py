@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from rendezvousd.core.model import Held, JobSpec, Known, NodeSpec, NodeUid, Offer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeHeard:
+class NodeHeard(Struct, frozen=True, kw_only=True):
     """A node said how it stands, whole."""
 
     uid: NodeUid
@@ -27,15 +27,13 @@ class NodeHeard:
     outcome_seen: str = ""  # uid of the ended job whose outcome it has read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamBroke:
+class StreamBroke(Struct, frozen=True, kw_only=True):
     """The stream of a node broke. It may open another one within its grace, and then says everything again."""
 
     uid: NodeUid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLost:
+class NodeLost(Struct, frozen=True, kw_only=True):
     """The lease of a node ran out."""
 
     uid: NodeUid
@@ -43,8 +41,7 @@ class NodeLost:
     why: str  # "silent for 5 s", "its connection broke"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRemoved:
+class NodeRemoved(Struct, frozen=True, kw_only=True):
     """Somebody wants a node out for good."""
 
     uid: NodeUid
@@ -52,21 +49,18 @@ class NodeRemoved:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartAsked:
+class RestartAsked(Struct, frozen=True, kw_only=True):
     by: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloseAsked:
+class CloseAsked(Struct, frozen=True, kw_only=True):
     by: str
     reason: str
     success: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Struct, frozen=True):
     pass
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from rendezvousd.core.settings import Timing
 
@@ -10,8 +10,7 @@ from rendezvousd.core.settings import Timing
 HEARTBEATS_PER_S = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """What a node is told of time. Seconds."""
 
     heartbeat_s: float

@@ -6,8 +6,9 @@ led there, in this order: waits that ran out, the verdict on a broken round, the
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from rendezvousd.core.events import (
     CloseAsked,

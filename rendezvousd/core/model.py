@@ -7,10 +7,10 @@ are never stored. Durations end in `_s`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType
 
 from immutables import Map
+from msgspec import Struct
 
 from rendezvousd.core.settings import Timing
 
@@ -47,8 +47,7 @@ class Phase(enum.Enum):
     FENCED = "fenced"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True, kw_only=True):
     """What all nodes of a job must agree on."""
 
     min_nodes: int
@@ -56,11 +55,10 @@ class JobSpec:
     max_restarts: int = 0
     on_daemon_loss: OnDaemonLoss = OnDaemonLoss.CONTINUE
     grow: Grow = Grow.QUIET
-    timing: Timing = field(default_factory=Timing)
+    timing: Timing = Timing()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
+class NodeSpec(Struct, frozen=True, kw_only=True):
     """What may differ from node to node."""
 
     slots: int = 1
@@ -70,8 +68,7 @@ class NodeSpec:
     stop_grace_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Struct, frozen=True, kw_only=True):
     """How one worker process ended that should not have."""
 
     rank: int
@@ -84,8 +81,7 @@ class Failure:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class Assignment(Struct, frozen=True, kw_only=True):
     """What a node was told of its place in a round, echoed."""
 
     group_rank: int
@@ -101,8 +97,7 @@ class Assignment:
     master_offer_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(Struct, frozen=True, kw_only=True):
     """The one round that a node's processes belong, or belonged, to."""
 
     round_uid: RoundUid
@@ -115,8 +110,7 @@ class Held:
     assignment: Assignment | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(Struct, frozen=True, kw_only=True):
     """A node's word: no process of `after` or any earlier round lives here, and this store is fresh."""
 
     offer_id: str
@@ -125,8 +119,7 @@ class Offer:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class Known(Struct, frozen=True, kw_only=True):
     """The greatest facts ever told to, or heard from, a node."""
 
     job_uid: JobUid = JobUid("")
@@ -147,8 +140,7 @@ class Stance(enum.Enum):
     READY = "ready"  # a valid offer stands
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class Departure(Struct, frozen=True, kw_only=True):
     """A node goes for good: by its own word, or because somebody removed it."""
 
     by: str
@@ -158,8 +150,7 @@ class Departure:
     order: int = 0  # of its being remembered; the oldest are forgotten first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Struct, frozen=True, kw_only=True):
     """One attached launcher process."""
 
     uid: NodeUid
@@ -189,8 +180,7 @@ class Node:
         return self.leaving is None and not self.overdue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Seat(Struct, frozen=True, kw_only=True):
     """One node's place in a round, dealt once."""
 
     uid: NodeUid
@@ -220,8 +210,7 @@ class CauseKind(enum.Enum):
     DAEMON_RESTARTED = "daemon restarted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Cause(Struct, frozen=True, kw_only=True):
     """One thing that breaks a round or ends a job."""
 
     kind: CauseKind
@@ -243,8 +232,7 @@ class End(enum.Enum):
     OVERRUN = "overrun"  # never told; given up after its grace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(Struct, frozen=True, kw_only=True):
     """One formed world: a sealed roster with ranks, and what is known of its end."""
 
     uid: RoundUid
@@ -279,8 +267,7 @@ class Outcome(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(Struct, frozen=True, kw_only=True):
     """How a job ended."""
 
     outcome: Outcome
@@ -290,8 +277,7 @@ class Ending:
     may_exit: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class Tally(Struct, frozen=True, kw_only=True):
     """Counts over the attached nodes, kept by tally.place_node so that settling looks at none of them."""
 
     members: int = 0  # hold a seat, and may use it
@@ -303,8 +289,7 @@ class Tally:
     seen: int = 0  # have read the outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
+class Recovery(Struct, frozen=True, kw_only=True):
     """What is being learnt of a round that was sealed by a daemon before this one."""
 
     uid: RoundUid
@@ -315,16 +300,14 @@ class Recovery:
     heard: Map[NodeUid, NodeHeard] = Map()  # what its members said first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calm:
+class Calm(Struct, frozen=True, kw_only=True):
     """What restrains growth, and gives up a job that goes nowhere."""
 
     required_s: float = 0.0  # a round runs so long before it is broken for growth
     short_rounds: int = 0  # in a row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fence:
+class Fence(Struct, frozen=True, kw_only=True):
     """Workers may live where the daemon hears nothing any more; no round is sealed before they are gone."""
 
     name: str  # of the node; empty: of none that is known
@@ -333,8 +316,7 @@ class Fence:
     until_at: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Struct, frozen=True, kw_only=True):
     """One training run. A value: every change makes a new one."""
 
     run_id: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from rendezvousd.core.model import NO_ROUND, Departure, Ending, Grow, Job, Node, NodeUid, Round, RoundUid, Seat
 from rendezvousd.core.rules import ending, fence, growth, recover, seats
@@ -18,14 +19,12 @@ class Wait(enum.Enum):
     COOLDOWN = "cooldown"
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(Struct, frozen=True):
     round: Round
     seat: Seat
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     reason: Wait
     left_s: float | None  # until something is decided anyway
 

@@ -6,11 +6,10 @@ Durations are seconds, sizes are bytes. A job may bring its own durations for wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(Struct, frozen=True, kw_only=True):
     """Durations in seconds, and the counts that belong to them."""
 
     # A node speaks so often: 1,000 nodes at 1 s are what one core answers with ease. More nodes speak less often.
@@ -64,8 +63,7 @@ class Timing:
         return self.heartbeat_s * self.lease_intervals
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Struct, frozen=True, kw_only=True):
     """Counts and sizes in bytes. What goes beyond is refused with the limit's name, or cut and said to be cut."""
 
     # Streams of one job: 10,000 were measured with 250 MB; a power of two above that.

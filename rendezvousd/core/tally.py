@@ -6,7 +6,7 @@ broken or ended) through `restance`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from rendezvousd.core.liveness import pace
 from rendezvousd.core.model import Job, Node, NodeUid, Stance, Tally

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from rendezvousd.core import model
 from rendezvousd.core.errors import BadRequest
@@ -70,23 +72,24 @@ SLOTS_MAX = 4096
 # -------------------------------------------------------------------------------------------------------- upstream
 
 
-def node_heard(
-    state: pb.NodeState, spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float = 0.0
-) -> NodeHeard:
-    """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense.
+class Specs(Struct, frozen=True):
+    """What a node said of its job and of itself when its stream began."""
 
-    `takeover_s`: for how long there may be no daemon that leads.
-    """
+    job: model.JobSpec
+    node: model.NodeSpec
+
+
+def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
+    """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense."""
     _check_name("run_id", state.run_id, limits.run_id_bytes, required=True)
     _check_name("node_uid", state.node_uid, limits.name_bytes, required=True)
     _check_name("node_name", state.node_name, limits.name_bytes)
     _check_name("submission", state.submission, limits.name_bytes)
-    job_spec, node_spec = _specs(spec, timing, limits, takeover_s)
     return NodeHeard(
         uid=model.NodeUid(state.node_uid),
         name=state.node_name or state.node_uid[:8],
-        job_spec=job_spec,
-        spec=node_spec,
+        job_spec=specs.job,
+        spec=specs.node,
         submission=state.submission,
         resumed=state.resumed,
         uptime_s=state.uptime_ms / 1000,
@@ -99,7 +102,9 @@ def node_heard(
     )
 
 
-def _specs(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float) -> tuple[model.JobSpec, model.NodeSpec]:
+def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float = 0.0) -> Specs:
+    """Return what the first message of a stream says once for all. `takeover_s`: for how long there may be no daemon
+    that leads. Raises BadRequest where it makes no sense."""
     if not 1 <= spec.min_nodes <= spec.max_nodes:
         raise BadRequest(f"spec: need 1 <= min_nodes <= max_nodes, got {spec.min_nodes} and {spec.max_nodes}")
     if not 1 <= spec.slots <= SLOTS_MAX:
@@ -125,7 +130,7 @@ def _specs(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float) -> 
         topology=spec.topology,
         stop_grace_s=min(spec.stop_grace_ms / 1000, DURATION_MAX_S),
     )
-    return job, node
+    return Specs(job, node)
 
 
 def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
@@ -144,7 +149,7 @@ def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
         if value > DURATION_MAX_S:
             raise BadRequest(f"spec.timeouts: {name} is {value:g} s, more than a week")
     if wanted:
-        timing = replace(timing, **wanted)  # type: ignore[arg-type]
+        timing = replace(timing, **wanted)
     if timeouts.short_rounds_max:
         timing = replace(timing, short_rounds_max=timeouts.short_rounds_max)
     if timeouts.lease_ms:

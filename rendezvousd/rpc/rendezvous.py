@@ -19,7 +19,7 @@ from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
 from rendezvousd.desk import Desk
 from rendezvousd.engine import Engine, Room
-from rendezvousd.rpc.convert import cause_pb, known_pb, node_heard, status_pb
+from rendezvousd.rpc.convert import Specs, cause_pb, known_pb, node_heard, read_spec, status_pb
 from rendezvousd.rpc.status import refusals
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
@@ -130,7 +130,7 @@ class JoinStream:
         self._last = b""  # the last message without its seq
         self._seq = bytes(SEQ_BYTES)
         self._row: Attendance | None = None
-        self._spec: pb.Spec | None = None
+        self._specs: Specs | None = None
         self.run_id = ""
         self.uid = NodeUid("")
         self.stream_no = 0
@@ -147,6 +147,7 @@ class JoinStream:
 
     def end(self) -> None:
         """Let go of everything; the stream is over."""
+        self._over = True
         if self._row is not None:
             self._engine.stream_ended(self._row, self)
         self._renderer.forget(self.run_id, self.uid)
@@ -167,12 +168,12 @@ class JoinStream:
         except Exception as exc:
             raise BadRequest(f"not a NodeState: {exc}") from exc
         self._check_identity(state)
-        if state.HasField("spec"):
-            self._spec = state.spec
-        if self._spec is None:
-            raise BadRequest("the first message of a stream must have a spec")
         engine = self._engine
-        event = node_heard(state, self._spec, engine.timing, engine.limits, engine.takeover_s)
+        if state.HasField("spec"):
+            self._specs = read_spec(state.spec, engine.timing, engine.limits, engine.takeover_s)
+        if self._specs is None:
+            raise BadRequest("the first message of a stream must have a spec")
+        event = node_heard(state, self._specs, engine.limits)
         self._last, self._seq = data[:-SEQ_BYTES], state.seq.to_bytes(SEQ_BYTES, "little")
         seen = (state.seen.term, state.seen.revision)
         self._row = self._engine.heard(self.run_id, event, self, seen)

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import heapq
 import json
-import math
 import struct
 import sys
 import time
@@ -36,7 +35,6 @@ METHOD = "/rendezvousd.v1.Rendezvous/Join"
 SEQ_TAG = bytes.fromhex("f901")  # field 31, fixed64
 SEQ = struct.Struct("<Q")
 TICK_S = 0.02  # the pacer's step: heartbeats are sent in portions of this length
-GOLDEN = 0.618034  # its multiples spread evenly between whole numbers
 PHASE_BOUND_S = 120.0
 OPEN_AT_ONCE = 50  # streams; between such portions those that are open are served, or they would be silent too long
 
@@ -134,10 +132,9 @@ class Stream:
             with contextlib.suppress(asyncio.InvalidStateError):  # the stream is over: the reader says why
                 await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
 
-    def beat_after(self, instant: float) -> float:
-        """When it speaks next, at the latest, if it spoke then: each node has its own phase in the interval."""
-        phase = (self.index * GOLDEN) % 1.0
-        return (math.floor(instant / self.heartbeat_s - phase) + 1 + phase) * self.heartbeat_s
+    def beats_at(self) -> float:
+        """When it speaks next, at the latest."""
+        return self.spoke_at + self.heartbeat_s
 
     def heard(self, message: bytes) -> bool:
         """Take in what came; whether there is something to say now."""
@@ -292,16 +289,16 @@ class Meter:
 
 async def keep_speaking(nodes: list[Any], group: asyncio.TaskGroup) -> None:
     """Let no node be silent for longer than the interval that it was told, for ever."""
-    beats = [(node.beat_after(time.monotonic()), node.index) for node in nodes]
+    beats = [(node.beats_at(), node.index) for node in nodes]
     heapq.heapify(beats)
     while True:
         await asyncio.sleep(TICK_S)
         now = time.monotonic()
         while beats[0][0] <= now:
             node = nodes[beats[0][1]]
-            if node.told and node.beat_after(node.spoke_at) <= now:
+            if node.told and node.beats_at() <= now:
                 group.create_task(node.say())
-            heapq.heapreplace(beats, (node.beat_after(now), node.index))
+            heapq.heapreplace(beats, (max(node.beats_at(), now + TICK_S), node.index))
 
 
 async def measure(kind: str, port: int, server: Server, size: int, idle_s: float) -> Figures:

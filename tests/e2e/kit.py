@@ -148,12 +148,16 @@ class Stage:
         worker: Sequence[str] = STAND_IN,
         before: Sequence[str] = (),
     ) -> Launcher:
-        """Start a node of this name, at the daemon that was started last unless told where."""
+        """Start a node of this name, at the daemon that was started last unless told where.
+
+        A stand-in needs no torch and is started plainly unless `options` say otherwise: a zygote would import it first.
+        """
         conf_text = ",".join(f"{k}={v}" for k, v in {**CONF, "node_name": name, **(conf or {})}.items())
         where = self.daemons[-1].endpoint if endpoint is None else endpoint
         counts = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
         place = [f"--rdzv-endpoint={where}", f"--rdzv-id={run_id}", f"--rdzv-conf={conf_text}"]
-        return self.run(name, *counts, *place, *options, *worker, env=env, before=before)
+        plainly = () if worker is not STAND_IN else ("--start-method=exec",)
+        return self.run(name, *counts, *place, *plainly, *options, *worker, env=env, before=before)
 
     def run(
         self, name: str, *arguments: str, env: Mapping[str, str] | None = None, before: Sequence[str] = ()

@@ -5,10 +5,9 @@ The histories and their judge are those of test_invariants.py. To hunt longer: H
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
+from msgspec.structs import replace
 
 from rendezvousd.core.codec import LATER_S, Record, dump, load
 from rendezvousd.core.events import TimePassed

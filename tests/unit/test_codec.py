@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.core.codec import LATER_S, PART_BYTES, PER_PART, Record, RecordError, dump, load
 from rendezvousd.core.events import NodeHeard, NodeLost
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import (
+    Assignment,
     Calm,
     Cause,
+    CauseKind,
     Departure,
     End,
     Ending,
     Failure,
     Fence,
+    Grow,
     Held,
     Job,
     JobSpec,
@@ -33,11 +36,14 @@ from rendezvousd.core.model import (
     NodeSpec,
     NodeUid,
     Offer,
+    OnDaemonLoss,
+    Outcome,
     Phase,
     Recovery,
     Round,
     RoundUid,
     Seat,
+    Stance,
     Tally,
 )
 from rendezvousd.core.rules.admit import found
@@ -61,12 +67,15 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "NodeUid": UIDS,
     "RoundUid": UIDS,
     "JobUid": UIDS,
+    **{kind.__name__: st.sampled_from(kind) for kind in (CauseKind, Grow, OnDaemonLoss, Outcome, Phase, Stance)},
 }
 
 
 def every(kind: type[T], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
-    """Return any value of a dataclass: also fields that have a default vary, so none is forgotten here or stored."""
-    return st.builds(kind, **{f.name: given.get(f.name, BY_TYPE.get(f.type, ...)) for f in fields(cast("Any", kind))})
+    """Return any value of this kind: also fields that have a default vary, so none is forgotten here or stored."""
+    hints = kind.__annotations__
+    fields = {name: given[name] if name in given else BY_TYPE[hints[name]] for name in hints}
+    return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
 
 CAUSES = every(Cause, failure=st.none() | every(Failure))
@@ -74,7 +83,8 @@ DEPARTURES = every(Departure, order=st.integers(0, 3 * PER_PART))
 NODES = every(
     Node,
     spec=every(NodeSpec, node_rank=st.none() | st.integers(0, 9)),
-    held=st.none() | every(Held, alive=st.integers(0, 3), failures=st.just(())),
+    held=st.none()
+    | every(Held, alive=st.integers(0, 3), failures=st.just(()), assignment=st.none() | every(Assignment)),
     offer=st.none() | every(Offer),
     leaving=st.none() | DEPARTURES,
     unreachables=st.integers(0, 9),

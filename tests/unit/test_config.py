@@ -42,7 +42,8 @@ def test_nothing_given_means_the_defaults() -> None:
 
 
 def test_every_setting_has_exactly_one_option() -> None:
-    settings = {("timing", field.name) for field in fields(Timing)} | {("limits", f.name) for f in fields(Limits)}
+    settings = {("timing", name) for name in Timing.__struct_fields__}
+    settings |= {("limits", name) for name in Limits.__struct_fields__}
     settings |= {("etcd", field.name) for field in fields(EtcdOptions)}
     own = {("", f.name) for f in fields(Config)} - {("", "timing"), ("", "limits"), ("", "etcd")}
     options = [(option.part, option.field) for option in OPTIONS]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from rendezvousd.core.codec import dump, load
 from rendezvousd.core.errors import BadRequest
@@ -14,7 +13,7 @@ from rendezvousd.core.rules.admit import found
 from rendezvousd.core.rules.fence import CLOCK_RATE, bound_s, lease_min_s
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.election import takeover_s
-from rendezvousd.rpc.convert import node_heard
+from rendezvousd.rpc.convert import read_spec
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.stage import Player, Stage, job_spec
 
@@ -205,8 +204,7 @@ def heard_timing(lease_s: float | None, takeover: float) -> Timing:
     spec = pb.Spec(min_nodes=1, max_nodes=1, slots=1, on_daemon_loss=pb.ON_DAEMON_LOSS_STOP)
     if lease_s is not None:
         spec.timeouts.lease_ms = round(lease_s * 1000)
-    state = pb.NodeState(run_id="r", node_uid="u")
-    return node_heard(state, spec, Timing(), Limits(), takeover).job_spec.timing
+    return read_spec(spec, Timing(), Limits(), takeover).job.timing
 
 
 def test_without_a_lease_of_its_own_a_job_gets_one_that_outlasts_a_failover() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from rendezvousd.core.model import Held, Offer, Phase, RoundUid, Stance
 from rendezvousd.core.place import Wait, Waiting

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.backends.etcd import EtcdBackend, Fence
 from rendezvousd.backends.etcd_client import Access, EtcdClient, prefix_end
@@ -66,7 +67,7 @@ def job(run_id: str = "run", nodes: int = 1, **more: object) -> Job:
         made = step(made, said, 0.0)
     assert made is not None
     assert made.running is not None
-    return replace(made, **more)  # type: ignore[arg-type]
+    return replace(made, **more)
 
 
 def says(number: int, spec: JobSpec, held: Held | None = None) -> NodeHeard:

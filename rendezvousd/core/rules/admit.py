@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import Departure, Job, JobSpec, JobUid, Known, Node, NodeUid
@@ -129,7 +130,7 @@ def disagreement(job: JobSpec, node: JobSpec) -> str:
         if ours != theirs:
             parts.append(f"{name} is {ours} in this job, but this node says {theirs}")
     if job.timing != node.timing:
-        names = [n for n in job.timing.__dataclass_fields__ if getattr(job.timing, n) != getattr(node.timing, n)]
+        names = [n for n in job.timing.__struct_fields__ if getattr(job.timing, n) != getattr(node.timing, n)]
         for name in names:
             ours, theirs = getattr(job.timing, name), getattr(node.timing, name)
             parts.append(f"{name} is {ours:g} in this job, but this node says {theirs:g}")

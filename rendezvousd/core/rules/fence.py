@@ -10,9 +10,8 @@ What the daemon read last, and not what it acknowledged last, is what counts her
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.core import liveness
 from rendezvousd.core.events import NodeHeard, NodeLost

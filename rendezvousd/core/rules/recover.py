@@ -7,9 +7,8 @@ complete round is adopted: no worker is restarted. Of an incomplete one, those n
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 
 from immutables import Map
+from msgspec.structs import replace
 
 from rendezvousd.core.model import Job, Node, Round, RoundUid, Stance
 from rendezvousd.core.ranks import choose, deal, order, seat_index

@@ -6,7 +6,7 @@ once and charged once.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round
 from rendezvousd.core.rules.fence import fence_node

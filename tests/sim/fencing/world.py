@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rendezvousd.core.codec import dump, load
 from rendezvousd.core.events import RestartAsked

@@ -103,7 +103,7 @@ BUGS: dict[str, Bug] = {
     ),
     "who waits is lost at a failover": _bug(0, Session._attend_for_ever, "turn += 1", "turn += 0"),
     "who says nothing new is not answered": _bug(
-        17, Engine._commit, "self._answer(job.run_id, letters)\n        room.wakes_at", "room.wakes_at"
+        17, Engine._commit, "self._answer(room, letters)\n        room.wakes_at", "room.wakes_at"
     ),
     "a daemon acts after losing its lease": _bug(
         35, Election._renew, "max(term.valid_until, sent_at + left_s)", "max(term.valid_until, sent_at + left_s + 3.0)"
