@@ -384,9 +384,9 @@ class Engine:
         room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
         self._end_namespaces(before, job)
         self._log(room)
+        self._answer(room, letters)
         if before is None or urgent(before) != urgent(job):
             self._tell_all(room)
-        self._answer(room, letters)
         for watcher in room.watchers:
             watcher.set()
 
