@@ -14,13 +14,14 @@ is recognized.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from rendezvousd.backends.etcd_client import EtcdClient, prefix_end
 from rendezvousd.backends.etcd_errors import EtcdCompacted
@@ -167,7 +168,7 @@ class EtcdBackend:
             puts = []
         writer = secrets.token_hex(8)
         line = {"format": FORMAT, "writer": writer, "generation": generation, "parts": generations}
-        head = json.dumps(line, separators=(",", ":")).encode() + b"\n" + record.head
+        head = msgspec.json.encode(line) + b"\n" + record.head
         room = OPERATIONS_MAX - len(puts) - 1
         operations = [to_put(base + b"head", head), *puts, *map(to_delete, old[:room])]
         revision = await self._replace(base, writer, operations, expected)
@@ -259,7 +260,7 @@ def _names_and_head(record: codec.Record) -> tuple[bytes, Any]:
 def _parse(value: bytes) -> tuple[dict[str, Any], bytes]:
     """Return the line on the record, and the job's head. Raises ValueError."""
     line, _, head = value.partition(b"\n")
-    parsed: dict[str, Any] = json.loads(line)
+    parsed: dict[str, Any] = msgspec.json.decode(line)
     if parsed.get("format") != FORMAT:
         raise ValueError(f"it is of format {parsed.get('format')}, and this daemon reads format {FORMAT}")
     return parsed, head

@@ -11,12 +11,11 @@ stored together: one node's news rewrites one part, not a megabyte.
 
 from __future__ import annotations
 
-import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from immutables import Map
 from msgspec.structs import replace
 
@@ -61,8 +60,6 @@ PART_BYTES = 512 << 10
 # to its peers.
 LATER_S = 2**-10
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
-
 
 class RecordError(Exception):
     """A stored record cannot be read. The text says which and why."""
@@ -75,19 +72,21 @@ class Record:
     job: Job
     head: bytes
     parts: Mapping[str, bytes]
+    nodes: list[Node]  # of the job, in its order
     whole: Mapping[str, bytes]  # before long ones are cut
     sources: Mapping[str, Sequence[object]]  # what each was made from
 
 
 def dump(job: Job, last: Record | None = None) -> Record:
     """Return the record of a job. Of `last`, a record of the same run id, what has not changed is kept."""
-    sources = _sources(job, last)
+    nodes = last.nodes if last is not None and last.job.nodes is job.nodes else list(job.nodes.values())
+    sources = _sources(job, nodes, last)
     whole = {}
     for name, source in sources.items():
         if last is not None and name in last.sources and _same(last.sources[name], source):
             whole[name] = last.whole[name]
         else:
-            whole[name] = _encode(_PARTS[name.partition("/")[0]](job, source)).encode()
+            whole[name] = msgspec.json.encode(_PARTS[name.partition("/")[0]](job, source))
     parts = {}
     for name, data in whole.items():
         if len(data) <= PART_BYTES:
@@ -95,14 +94,15 @@ def dump(job: Job, last: Record | None = None) -> Record:
         else:
             pieces = range(0, len(data), PART_BYTES)
             parts.update({f"{name}+{i}": data[at : at + PART_BYTES] for i, at in enumerate(pieces)})
-    return Record(job=job, head=_encode(_head(job)).encode(), parts=parts, whole=whole, sources=sources)
+    head = msgspec.json.encode(_head(job))
+    return Record(job=job, head=head, parts=parts, nodes=nodes, whole=whole, sources=sources)
 
 
 def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float, overlap_s: float = 0.0) -> Job:
     """Return the stored job, every timer armed afresh at `now`. Until `overlap_s` after it the leader before may have
     answered nodes. Raises RecordError."""
     try:
-        fact = json.loads(head)
+        fact = msgspec.json.decode(head)
         version = fact["version"]
         if version != VERSION:
             raise RecordError(f"it is of version {version}, and this daemon reads version {VERSION}")
@@ -114,9 +114,9 @@ def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float, over
 # ------------------------------------------------------------------------------------------------- what is a part
 
 
-def _sources(job: Job, last: Record | None) -> dict[str, Sequence[object]]:
+def _sources(job: Job, nodes: list[Node], last: Record | None) -> dict[str, Sequence[object]]:
     """Return what each part is made from: if two are the same, so are the parts."""
-    sources = _nodes_sources(job, last)
+    sources = _nodes_sources(job, nodes, last)
     if last is not None and job.gone is last.job.gone:
         sources.update(_kept(last, "gone"))
     else:
@@ -138,15 +138,14 @@ def _sources(job: Job, last: Record | None) -> dict[str, Sequence[object]]:
     return sources
 
 
-def _nodes_sources(job: Job, last: Record | None) -> dict[str, Sequence[object]]:
+def _nodes_sources(job: Job, nodes: list[Node], last: Record | None) -> dict[str, Sequence[object]]:
     """Of `last`, groups are kept in which no node was replaced: one that changed among 10,000 is found within 1 ms."""
     key = _stubs_key(job)
-    everything = ((node.arrival, (node,)) for node in job.nodes.values())
     if last is None or key != _stubs_key(last.job):
-        return _grouped("nodes", everything, key)
-    if job.nodes is last.job.nodes:
+        return _grouped("nodes", ((node.arrival, (node,)) for node in nodes), key)
+    if nodes is last.nodes:
         return _kept(last, "nodes")
-    went, came = _difference(list(last.job.nodes.values()), list(job.nodes.values()))
+    went, came = _difference(last.nodes, nodes)
     gone = {id(node) for node in went}
     changed: dict[str, list[object]] = {}
     for name in {f"nodes/{node.arrival // PER_PART}" for node in (*went, *came)}:
@@ -163,18 +162,21 @@ def _difference(before: list[Node], after: list[Node]) -> tuple[list[Node], list
     A map keeps its order when one entry changes, so the difference lies between what both begin and end with.
     """
     head = _alike(before, after)
-    before, after = before[head:], after[head:]
-    tail = _alike(before[::-1], after[::-1])
-    before, after = before[: len(before) - tail], after[: len(after) - tail]
+    tail = min(_alike(reversed(before), reversed(after)), min(len(before), len(after)) - head)
+    before, after = before[head : len(before) - tail], after[head : len(after) - tail]
     ids_before, ids_after = set(map(id, before)), set(map(id, after))  # both exist, so no id is used twice
     went = [node for node in before if id(node) not in ids_after]
     return went, [node for node in after if id(node) not in ids_before]
 
 
-def _alike(one: list[Node], other: list[Node]) -> int:
+def _alike(one: Iterable[Node], other: Iterable[Node]) -> int:
     """Return how many objects both begin with."""
-    same = list(map(operator.is_, one, other))
-    return same.index(False) if False in same else len(same)
+    number = 0
+    for a, b in zip(one, other, strict=False):
+        if a is not b:
+            break
+        number += 1
+    return number
 
 
 def _grouped(
@@ -361,7 +363,7 @@ def _join(parts: Mapping[str, bytes]) -> dict[str, list[Any]]:
         whole.setdefault((kind, number), []).append(parts[name])
     joined: dict[str, list[Any]] = {}
     for (kind, _), pieces in whole.items():
-        joined.setdefault(kind, []).extend(json.loads(b"".join(pieces)))
+        joined.setdefault(kind, []).extend(msgspec.json.decode(b"".join(pieces)))
     return joined
 
 

@@ -16,9 +16,9 @@ LARGE = 4 * SMALL_MAX
 SOON_S = LARGE * ANSWER_A_NODE_S
 
 
-def crowd(engine: Engine, count: int, **more: OnDaemonLoss) -> list[SimNode]:
+def crowd(engine: Engine, count: int, rule: OnDaemonLoss = OnDaemonLoss.CONTINUE) -> list[SimNode]:
     """So many nodes of a job that needs one more."""
-    spec = JobSpec(min_nodes=count + 1, max_nodes=count + 1, **more)
+    spec = JobSpec(min_nodes=count + 1, max_nodes=count + 1, on_daemon_loss=rule)
     return [SimNode(engine, f"n{number}", spec=spec) for number in range(count)]
 
 
@@ -28,7 +28,7 @@ def crowd(engine: Engine, count: int, **more: OnDaemonLoss) -> list[SimNode]:
 def test_where_it_matters_a_node_is_answered_at_once(count: int, rule: OnDaemonLoss) -> None:
     async def story() -> None:
         async with engine_running() as (engine, _):
-            nodes = crowd(engine, count, on_daemon_loss=rule)
+            nodes = crowd(engine, count, rule)
             for node in nodes:
                 node.offers()
             await asyncio.sleep(0.05)
