@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +16,9 @@ from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.daemon import Daemon
 from tests.e2e.kit import Stage, ask, until
 from tests.etcd import Cluster, Member, etcd
+
+WHOLE = os.environ.get("RENDEZVOUSD_FAILOVER") == "all"
+STOPPED_S = 30.0 if WHOLE else 0.0  # how long a daemon or member that is stopped stays so, at least
 
 
 @dataclass
@@ -90,9 +95,11 @@ def leader_stopped(site: Site) -> Iterator[None]:
     """Until another one leads, and longer: then it goes on, and must notice before it says anything."""
     leader = site.leader()
     leader.send(signal.SIGSTOP)
+    until_at = time.monotonic() + STOPPED_S
     try:
         yield
         site.leader(other_than=leader)
+        _pass(until_at)
     finally:
         leader.send(signal.SIGCONT)
     until(lambda: not leads(leader), "the old leader has noticed")
@@ -117,13 +124,20 @@ def all_daemons_stopped(site: Site) -> Iterator[None]:
     stopped = site.running()
     for daemon in stopped:
         daemon.send(signal.SIGSTOP)
+    until_at = time.monotonic() + STOPPED_S
     try:
         yield
         until(partial(_leaderless, site), "etcd has ended the leader's lease")
+        _pass(until_at)
     finally:
         for daemon in stopped:
             daemon.send(signal.SIGCONT)
     site.leader()
+
+
+def _pass(until_at: float) -> None:
+    """Let the rest of a pause pass, which is what is tested."""
+    time.sleep(max(0.0, until_at - time.monotonic()))
 
 
 def _leaderless(site: Site) -> bool:
@@ -160,9 +174,11 @@ def etcd_leader_killed(site: Site) -> Iterator[None]:
 def etcd_leader_stopped(site: Site) -> Iterator[None]:
     leader = site.cluster.leader()
     leader.freeze()
+    until_at = time.monotonic() + STOPPED_S
     try:
         yield
         site.leader()
+        _pass(until_at)
     finally:
         leader.thaw()
 

@@ -7,10 +7,10 @@ The rules carry the names of the protocol. Each complaint begins with one of the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 from rendezvousd.v1 import rendezvous_pb2 as pb
+from tests.sim.world.book import Book, Facts, Word
 from tests.sim.world.machines import Process, World
 from tests.sim.world.network import Stream
 from tests.sim.world.training import Worker
@@ -26,53 +26,10 @@ COMMIT_S = 0.5
 # Workers end within the grace, and are found to be gone.
 CLEAR_S = 1.5
 LEASE_S = 5.0
+# What a broken stream is forgiven, at least.
+GRACE_S = 1.0
 # The daemon looks at deadlines ten times a second, by a clock of its own.
 SLACK_S = 0.3
-
-
-@dataclass
-class Word:
-    """What a daemon knows of a node."""
-
-    at: float
-    stream_no: int
-    state: Any
-    over_at: float | None = None  # its stream ended
-    busy_since: float | None = None  # it says that processes live which must not
-    offered: set[str] = field(default_factory=set)  # the rounds it has named as over
-
-
-@dataclass
-class Facts:
-    """How a node stood with the daemon that sealed a round."""
-
-    over_for_s: float
-    silent_s: float
-    alive: int
-    held: str
-    busy_for_s: float
-    offer_after: str | None
-    offered: set[str]
-    leaving: bool
-
-
-@dataclass
-class Book:
-    uid: str
-    sealed_at: float
-    before: str  # the round before, as the sealing daemon last told
-    facts: dict[str, Facts]
-    daemon: Process
-    number: int = 0
-    told: Any = None  # what all its members must be told alike
-    seats: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # by group rank
-    failures: list[Worker] = field(default_factory=list)
-    broken_at: float | None = None  # first told to be over
-    deaths: list[str] = field(default_factory=list)  # of members' launchers while it was the last round
-
-    @property
-    def members(self) -> set[str]:
-        return {uid for uid, _, _ in self.seats.values()}
 
 
 class Judge:
@@ -84,6 +41,7 @@ class Judge:
         self.last: dict[str, str] = {}  # round uid that each daemon process told last as the greatest
         self.valid: dict[str, str] = {}  # and as the one that may run
         self.greatest: dict[str, Any] = {}  # by node: the greatest Known it was told
+        self.causes: dict[str, tuple[str, str]] = {}  # by node: the valid round, and why one before broke
         self.barred: dict[str, float] = {}  # nodes told to go for good, or leaving by their own word
         self.charges: dict[str, tuple[str, int]] = {}  # by charged round: the job, and restarts used
         self.endings: dict[str, tuple[Any, ...]] = {}  # by job
@@ -141,7 +99,10 @@ class Judge:
             return
         word = words[uid] = Word(now, state.stream_no, state)
         if old is not None:
-            word.offered, word.busy_since = old.offered, old.busy_since
+            word.offered, word.busy_since, word.missed = old.offered, old.busy_since, old.missed
+            away_s = now - old.over_at if old.over_at is not None else 0.0
+            if away_s > GRACE_S - SLACK_S or now - old.at > LEASE_S - SLACK_S:
+                word.missed = self.last.get(daemon.name, "")
         if state.HasField("offer"):
             word.offered = word.offered | {state.offer.after_round_uid}
         if state.held.alive and state.held.assignment.round_uid != self.valid.get(daemon.name, ""):
@@ -199,6 +160,7 @@ class Judge:
                 busy_for_s=now - word.busy_since if word.busy_since is not None else 0.0,
                 offer_after=state.offer.after_round_uid if state.HasField("offer") else None,
                 offered=word.offered,
+                missed=word.missed,
                 leaving=state.HasField("leaving"),
             )
         self.books[uid] = Book(uid, now, self._round_before(daemon), facts, daemon)
@@ -303,9 +265,12 @@ class Judge:
             self.world.fail("Charge", f"{uid[:6]} is charged for the loss of {book.deaths[0]}")
 
     def _cause(self, node: Any, place: Any) -> None:
-        """Nobody is lost who was there."""
+        """Nobody is lost who was there. What broke a round is told as long as the next one runs, and judged once."""
         cause = place.break_cause
-        if cause.kind != pb.NODE_LOST or not self.cluster.plan.punctual:
+        valid, said = self.causes.get(node.uid, ("", ""))
+        self.causes[node.uid] = place.valid_round_uid, cause.text
+        old = cause.text == said and (not valid or valid == place.valid_round_uid)
+        if old or cause.kind != pb.NODE_LOST or not self.cluster.plan.punctual:
             return
         lost = self.cluster.node_of(cause.node_uid)
         if not cause.node_uid:  # some did not come back to a new daemon
@@ -392,6 +357,8 @@ class Judge:
             fact = book.facts.get(uid)
             if fact is None or fact.leaving or uid in self.barred or fact.over_for_s > 0 or fact.silent_s > 2.5:
                 continue
+            if fact.missed == book.before:
+                continue  # it was lost, and is a newcomer now
             if (
                 fact.offer_after == book.before
                 and not fact.alive

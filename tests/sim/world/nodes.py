@@ -66,6 +66,7 @@ class Node:
         self.chance = world.random(f"node {name}")
         self.clock = clock
         self.exits: list[tuple[int, str]] = []
+        self.cleared_at = 0.0  # when a killed launcher's workers are gone
         self._port = 20000
 
     @property
@@ -73,8 +74,11 @@ class Node:
         return self.process is not None and not self.process.dead
 
     def boot(self) -> None:
-        """Start a launcher."""
+        """Start a launcher. It takes longer to come up than what the one before left needs to end."""
         if self.up or self.world.over:
+            return
+        if self.world.now < self.cleared_at:
+            self.world.after(KEEPER_S[1], self.boot)
             return
         self.net.power_on(self.name)
         self.incarnation += 1
@@ -109,7 +113,9 @@ class Node:
             self.process.kill()
             self.net.died(self.process)
             self.stores.clear()
-            self.world.after(self.chance.uniform(*KEEPER_S), self._end_workers)
+            clears_s = self.chance.uniform(*KEEPER_S)
+            self.cleared_at = self.world.now + clears_s
+            self.world.after(clears_s, self._end_workers)
 
     def lose_power(self) -> None:
         if self.process is not None and self.up:

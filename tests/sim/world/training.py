@@ -84,6 +84,13 @@ class Training:
         elif len(group.ranks) == worker.world_size:
             group.since, group.trains, group.met = self.world.now, group.trains + 1, True
             self.world.after(max(self.left_s, 0.5), self._complete, group, group.trains)
+        else:
+            self.world.after(HANG_S, self._miss, group, worker)
+
+    def _miss(self, group: Group, worker: Worker) -> None:
+        """A rank has waited long enough for the others: one may have ended before it came to meet them."""
+        if not group.met:
+            self._suffer(worker)
 
     def _complete(self, group: Group, trains: int) -> None:
         if group.since is None or group.trains != trains:
