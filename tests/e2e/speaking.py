@@ -18,9 +18,11 @@ def start(
     stdout: int | None = None,
     stderr: int | None = None,
     env: Mapping[str, str] | None = None,
+    zygote: bool = False,
 ) -> Launcher:
     """Start `rdzvrun` as a node `host` of a job of its own. Where no descriptor is given its output goes to a file
-    each: the launcher's `log` is stderr, and stdout is beside it."""
+    each: the launcher's `log` is stderr, and stdout is beside it. Workers start plainly, without a zygote that imports
+    torch first, unless they are asked for."""
     name = f"host-{len(stage.launchers)}"
     log = stage.directory / f"{name}.err"
     with log.open("ab") as err, out_of(log).open("ab") as out:
@@ -29,7 +31,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=out if stdout is None else stdout,
             stderr=err if stderr is None else stderr,
-            env=stage.environment(name, env),
+            env=stage.environment(name, {"PET_START_METHOD": "zygote" if zygote else "exec", **(env or {})}),
             start_new_session=True,
         )
     launcher = Launcher(name, process, log)

@@ -36,7 +36,7 @@ def numbered(data: bytes, workers: int) -> tuple[list[int], int]:
 
 def test_torrents_of_several_workers_arrive_complete_and_untorn(stage: Stage) -> None:
     ours, theirs = os.pipe()
-    launcher = start(stage, "--nproc-per-node=3", SPEAKER, "torrent", "100000", stdout=theirs)
+    launcher = start(stage, "--nproc-per-node=3", SPEAKER, "torrent", "100000", stdout=theirs, zygote=True)
     os.close(theirs)
     assert numbered(read_all(ours), 3) == ([100_000] * 3, 0)
     assert launcher.ends() == 0
@@ -108,14 +108,14 @@ def streams(stage: Stage, rank: int = 0) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_where_the_launcher_has_a_terminal_its_workers_have_one(stage: Stage, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "zygote"), [(1, False), (2, True)])
+def test_where_the_launcher_has_a_terminal_its_workers_have_one(stage: Stage, workers: int, zygote: bool) -> None:
     console, end = pty.openpty()
     termios.tcsetwinsize(end, (40, 120))
     # Somebody has to look at the screen, or the launcher waits for it to be read.
     screen = threading.Thread(target=_look, args=(console,))
     screen.start()
-    launcher = start(stage, f"--nproc-per-node={workers}", SPEAKER, "streams", stdout=end, stderr=end)
+    launcher = start(stage, f"--nproc-per-node={workers}", SPEAKER, "streams", stdout=end, stderr=end, zygote=zygote)
     os.close(end)
     assert launcher.ends() == 0
     screen.join()
@@ -132,7 +132,7 @@ def _look(console: int) -> None:
 
 
 def test_one_worker_writes_to_the_launchers_own_stdout(stage: Stage) -> None:
-    launcher = start(stage, SPEAKER, "streams")
+    launcher = start(stage, SPEAKER, "streams", zygote=True)
     assert launcher.ends() == 0
     assert streams(stage)["where"][1] == str(out_of(launcher.log))
     assert (streams(stage)["stdout"], streams(stage)["stderr"]) == (False, False)

@@ -20,6 +20,8 @@ from rdzv.processes.supervisor import Supervisor, WorkerCommand, WorkerEnded, Zy
 from tests.e2e.fidelity.cases import SCRIPTS
 from tests.e2e.processes_kit import LIMIT_S
 
+pytestmark = pytest.mark.xdist_group("fidelity")  # who runs these runs all of them: the fixture is the work
+
 FOLDER = Path(__file__).parent / "fidelity"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "zygote.md"
 AT_ONCE = 3  # of these processes; some of them start others
