@@ -17,7 +17,7 @@ from tests.daemon import Daemon
 from tests.e2e.kit import Stage, ask, until
 from tests.etcd import Cluster, Member, etcd
 
-WHOLE = os.environ.get("RENDEZVOUSD_FAILOVER") == "all"
+WHOLE = os.environ.get("FAILOVER") == "all"
 STOPPED_S = 30.0 if WHOLE else 0.0  # how long a daemon or member that is stopped stays so, at least
 
 

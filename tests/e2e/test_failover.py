@@ -1,6 +1,6 @@
 """There is no process whose death ends a job: daemons and members of etcd are killed and stopped in each of its phases.
 
-The quick share of the matrix runs always; all of it, and who is stopped for 30 s, with RENDEZVOUSD_FAILOVER=all.
+The quick share of the matrix runs always; all of it, and who is stopped for 30 s, with FAILOVER=all.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ BUGS: dict[str, Bug] = {
     "a daemon answers without looking whether it leads": _bug(330, Renderer.place, "self.engine.check_lead()", "pass"),
     "a node offers itself while its workers live": _bug(0, rules._offerable, "not agent.idle or ", ""),
     "a candidate whose lease has ended gives up": _bug(
-        8254, Election._take, "if not lease_ended(refusal):", "if True:"
+        300946, Election._take, "if not lease_ended(refusal):", "if True:"
     ),
     "a loss is not weighed against what it caused": _bug(83, verdict._order, ", cause.at)", ", -cause.at)"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,8 @@ class Daemon:
         async def get_daemon(_: object, context: Any) -> None:
             await context.read()
             view = await about.get_daemon(pb.GetDaemonRequest(), context)
-            await context.write(view.SerializeToString())
+            with contextlib.suppress(asyncio.InvalidStateError):  # as where gRPC itself answers a call that has ended
+                await context.write(view.SerializeToString())
 
         self.net.listeners[self.address] = Server(self.net, process, {JOIN: streams.join, GET_DAEMON: get_daemon})
         await serve_terms(self.config, office, self.address)
