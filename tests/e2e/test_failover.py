@@ -65,7 +65,8 @@ def test_the_job_goes_on_and_forms_no_more_rounds_than_it_must(
 
 
 def launch(at: Site, name: str, nnodes: str = "2", *, restarts: int = 1) -> Launcher:
-    return at.stage.launch(name, nnodes, restarts=restarts, endpoint=at.endpoint)
+    together = {"last_call_timeout": "60"}  # the first round is of both, however late one of them comes up
+    return at.stage.launch(name, nnodes, restarts=restarts, endpoint=at.endpoint, conf=together)
 
 
 def gathering(at: Site, fault: Fault) -> tuple[int, list[int]]:
