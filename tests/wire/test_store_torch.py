@@ -95,13 +95,21 @@ SCRIPTS: dict[str, Callable[[Any], object]] = {
     "extended": lambda s: s.has_extended_api(),
 }
 
+# What torch's own store has learnt since 2.4.
+LATER = {"queue": "queue_push", "barrier": "barrier", "clone": "clone", "too few": "clone"}
+QUEUE_EMPTY: Any = getattr(dist, "QueueEmptyError", ())
+
+
+def _known(name: str) -> bool:
+    return all(hasattr(dist.TCPStore, method) for word, method in LATER.items() if word in name)
+
 
 def outcome(script: Callable[[Any], object], store: Any) -> object:
     """What a script returns, or which of torch's errors it raises."""
     store.set_timeout(SHORT)
     try:
         return script(store)
-    except dist.QueueEmptyError:
+    except QUEUE_EMPTY:
         return "queue empty"
     except dist.DistStoreError:
         return "store error"
@@ -109,7 +117,7 @@ def outcome(script: Callable[[Any], object], store: Any) -> object:
         return "type error"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if _known(name)])
 def test_it_answers_as_torchs_own_store(daemon: Daemon, name: str) -> None:
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert outcome(SCRIPTS[name], daemon.store()) == outcome(SCRIPTS[name], theirs)
@@ -125,8 +133,11 @@ def test_cpp_reaches_it_through_a_prefix(daemon: Daemon) -> None:
     prefixed.multi_set(["a", "b"], ["1", "2"])
     assert (prefixed.multi_get(["a", "b", "k"]), prefixed.check(["a", "c"])) == ([b"1", b"2", b"wx"], False)
     prefixed.wait(["a"])
-    prefixed.barrier("b", 1)
-    assert (prefixed.delete_key("k"), prefixed.clone().get("a")) == (True, b"1")
+    if _known("barrier"):
+        prefixed.barrier("b", 1)
+    assert prefixed.delete_key("k")
+    if _known("clone"):
+        assert prefixed.clone().get("a") == b"1"
 
 
 def test_a_store_made_in_passing_is_kept_for_cpp(daemon: Daemon) -> None:
@@ -176,7 +187,8 @@ def run_workers(daemon: Daemon, what: str, world_size: int) -> None:
             stack.callback(worker.kill)
         said = [worker.communicate(timeout=4 * PATIENCE_S) for worker in workers]
     for worker, (out, err) in zip(workers, said, strict=True):
-        assert (worker.returncode, out) == (0, "all went well 1\n"), err
+        own = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # which some say on stdout
+        assert (worker.returncode, own) == (0, ["all went well 1"]), err
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -108,6 +108,9 @@ def train_together(*, hasty: bool) -> None:
 
     dist.init_process_group("gloo")
     train(greatest)
+    # Older torch (2.4 to 2.6 at least) now and then locks up where a group is destroyed while its own thread still lets
+    # go of the last collective's tensor: the one waits for the thread, and the thread for the interpreter lock.
+    time.sleep(STEP_S)
     dist.destroy_process_group()
 
 
