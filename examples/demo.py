@@ -132,6 +132,8 @@ class Cast:
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-id=demo",
             f"--rdzv-conf=node_name={name}",
+            # DistributedDataParallel imports it: once a node, and not in each worker of each round
+            "--preload=torch._dynamo",
         ]
         script = [
             str(TRAINING),

@@ -25,7 +25,7 @@ from rdzv.model import (
     TimePassed,
     Topic,
 )
-from tests.unit.test_agent import GATHERING, LEASE_S, Node, none, only
+from tests.unit.agent_node import GATHERING, LEASE_S, Node, none, only
 
 DEALT_AT = 5000.0  # by another clock than the agent's `now`
 TERM_AT = DEALT_AT + LEASE_S * 3 / 4

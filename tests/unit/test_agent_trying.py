@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.agent import PAUSE_MAX_S, standing, wakes_at
 from rdzv.model import NO_RETRY, OOM, Exit, LeaveAsked, OpenStore, Say, SpawnFailed, TimePassed, WorkerEnded
-from tests.unit.test_agent import GATHERING, Node, none, only
+from tests.unit.agent_node import GATHERING, Node, none, only
 
 
 def fail(node: Node, *, after_s: float = 0.2, code: int = 1, signal: int = 0, kind: str = "") -> None:
