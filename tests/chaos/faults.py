@@ -106,6 +106,13 @@ _stops("stop-store-holder", "store-holder", also=_kill_some_worker)
 
 
 @contextmanager
+def _killed(player: Player) -> Iterator[str]:
+    player.kill()
+    yield player.name
+    player.start()
+
+
+@contextmanager
 def _stopped(player: Player) -> Iterator[str]:
     player.send(signal.SIGSTOP)
     try:
@@ -122,10 +129,8 @@ def _stop_launcher(game: Game, shot: Shot) -> Iterator[str]:
 
 @_named("kill-launcher")
 def _kill_launcher(game: Game, shot: Shot) -> Iterator[str]:
-    node = _node(game, shot)
-    node.kill()
-    yield node.name
-    node.start()
+    with _killed(_node(game, shot)) as target:
+        yield target
 
 
 @_named("flap-launcher")
@@ -149,10 +154,8 @@ def _stop_daemon(game: Game, shot: Shot) -> Iterator[str]:
 
 @_named("kill-daemon")
 def _kill_daemon(game: Game, shot: Shot) -> Iterator[str]:
-    daemon = game.leader()
-    daemon.kill()
-    yield daemon.name
-    daemon.start()
+    with _killed(game.leader()) as target:
+        yield target
 
 
 @_named("stop-etcd")
@@ -163,10 +166,8 @@ def _stop_etcd(game: Game, shot: Shot) -> Iterator[str]:
 
 @_named("kill-etcd")
 def _kill_etcd(game: Game, shot: Shot) -> Iterator[str]:
-    etcd = game.etcd_player()
-    etcd.kill()
-    yield etcd.name
-    etcd.start()
+    with _killed(game.etcd_player()) as target:
+        yield target
 
 
 # ------------------------------------------------------------------------------------------------ the network
