@@ -21,6 +21,8 @@ How to write a client in another language:
        - `waiting`: nothing to do but to have a valid offer standing.
        - `ended`: the job is over. Say `outcome_seen`, and exit when `may_exit` or after one lease.
        - `removed`: stop, and exit with `exit_code`.
+     One Place may answer several messages: `ack_seq` says which it takes in. In a large job it comes a little later,
+     unless all are told at once.
   4. A daemon that is silent for two heartbeat intervals, or a stream that ends, is left: open Join again, here or at
      the next endpoint, with a jittered delay of at most `retry_max_ms`. Never stop workers for it (unless the job asks
      for `on_daemon_loss = STOP`). UNAVAILABLE, INTERNAL, UNKNOWN, CANCELLED and DEADLINE_EXCEEDED are to be retried;
