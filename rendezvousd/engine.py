@@ -406,6 +406,8 @@ class Engine:
         for letter in letters:
             if letter.stream is not None:
                 room.owed[letter.stream] = None
+                if isinstance(letter.event, NodeHeard) and letter.event.leaving is not None:
+                    letter.stream.notify()  # it waits for this before it exits
             elif (uid := getattr(letter.event, "uid", None)) is not None:
                 row = self.table.get(job.run_id, uid)
                 if row is not None:
