@@ -37,6 +37,7 @@ PIPE_BYTES = 1 << 20  # what any user may ask for
 # What a drain reads at most of a stream that somebody goes on writing to; more than a pipe holds.
 DRAIN_MAX = 4 << 20
 DRAIN_S = 5.0  # for a drain; it takes milliseconds, unless a file system hangs
+JOIN_S = 1.0  # for the thread to end once it has been told to; it takes microseconds
 TAIL_BYTES = 16 << 10  # kept of each stream's end: the longest traceback that is passed on, and what is around it
 
 
@@ -202,10 +203,14 @@ class Relay:
         await self._ask(self._finish, wanted)
 
     async def close(self) -> None:
-        """End the thread. What it has not read is lost: `finish` the streams first."""
+        """End the thread. What it has not read is lost: `finish` the streams first. To be called once."""
         if self._thread.is_alive():
             await self._ask(Relay._stop, (self,))
-        # The epoll and the eventfd stay open if the thread hangs: it would use their numbers.
+            if self._over:
+                self._thread.join(JOIN_S)
+        if not self._thread.is_alive():  # if it hangs, it would use their numbers
+            self._epoll.close()
+            os.close(self._wake)
 
     async def _ask(self, do: Callable[[T], None], whom: Iterable[T]) -> None:
         """Have the thread do something with each of them; returns when it is done."""
@@ -251,8 +256,7 @@ class Relay:
                 self._forget(stream)
             if size:
                 nap.poll(NAP_S * 1000)
-        self._epoll.close()
-        os.close(self._wake)
+        # Its descriptors are not its own to close: who wakes it may not be done with that yet.
 
     def _ticks(self) -> bool:
         """Whether something has to be looked at that gives no sign of itself."""

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rdzv.outlet import Outlet
 from rdzv.relay import TAIL_BYTES, Copy, Relay, Stream, channel
 
@@ -52,9 +54,11 @@ async def relaying() -> AsyncIterator[tuple[Relay, Outlet, Reader]]:
     try:
         yield relay, outlet, reader
     finally:
-        await relay.close()
-        await asyncio.to_thread(outlet.close)
-        reader.end()
+        try:
+            await relay.close()
+        finally:
+            await asyncio.to_thread(outlet.close)
+            reader.end()
 
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -295,3 +299,23 @@ def test_a_descriptor_that_does_not_block_gets_everything() -> None:
     reader.start()
     outlet.close()
     assert reader.end() == line * 1000
+
+
+def test_whoever_ends_the_thread_may_be_slower_than_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for more calls before it sleeps, and may end before it is woken for the call that ends it."""
+
+    async def story() -> None:
+        async with relaying() as (relay, outlet, _):
+            ours, theirs = channel(like=os.open(os.devnull, os.O_WRONLY))
+            os.close(theirs)
+            relay.add(Stream(ours, outlet=outlet, prefix=b"", follow=False))
+            wake = os.eventfd_write
+
+            def slowly(fd: int, value: int) -> None:
+                wake(fd, value)
+                relay._thread.join(PATIENCE_S)
+                wake(fd, value)
+
+            monkeypatch.setattr(os, "eventfd_write", slowly)
+
+    run(story)
