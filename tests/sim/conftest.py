@@ -1,5 +1,5 @@
-"""The seeds of this run: new ones each day, and on one day the same for everybody and for all workers of a run, so that a
-change is judged by what it changes. FIRST_SEED=7 chooses others; `make sim` takes new ones each time."""
+"""The seeds of this run: new ones each day, and on one day the same for everybody and for all workers of a run, so that
+a change is judged by what it changes. FIRST_SEED=7 chooses others; `make sim` takes new ones each time."""
 
 from __future__ import annotations
 
