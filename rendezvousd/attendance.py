@@ -102,7 +102,9 @@ class Attendance:
     def deadline(self, timing: Timing) -> float:
         """Return when the node is lost unless it is heard: silent, gone, or deaf."""
         if self.broken:
-            return self.heard_at + grace_s(timing, self.round_trip_s, self.lease_s)
+            # that its stream was there until now is a sign of life, but does not make up for its silence
+            returns_at = self.heard_at + grace_s(timing, self.round_trip_s, self.lease_s)
+            return min(returns_at, self.spoke_at + self.lease_s)
         due_at = self.heard_at + self.lease_s
         return min(due_at, self.told_at + self.lease_s) if self.told > self.seen else due_at
 
