@@ -126,7 +126,13 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
     said: list[Order] = []
     if agent.away is not None and agent.away.said:
         said.append(Say(Topic.NEWS, "the daemon is back"))
-    old, agent = agent.place, replace(agent, away=None)
+    old, offer, agent = agent.place, agent.offer, replace(agent, away=None)
+    if offer is not None and offer.doubtful:
+        if old is not None and old.daemon_id == place.daemon_id:
+            agent = replace(agent, offer=replace(offer, doubtful=False))
+        else:  # others may have been at that store: the next one is fresh
+            said.append(DropStore(offer.offer_id))
+            agent = replace(agent, offer=None)
     if old is not None and old.term == place.term and place.revision < old.revision:
         return agent, said
     earlier_term = agent.earlier_term or (old is not None and old.term != place.term)
@@ -159,6 +165,8 @@ def _cause_said(agent: Agent, place: Place, old: Place | None) -> list[Order]:
 
 
 def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:
+    if agent.offer is not None and agent.offer.port is not None:
+        agent = replace(agent, offer=replace(agent.offer, doubtful=True))
     away = agent.away or Away(since=now, text=fact.text)
     away = replace(away, text=fact.text)
     if away.said or now < away.since + AWAY_UNSAID_S or agent.doomed:

@@ -196,6 +196,9 @@ class Offer:
     offer_id: str
     after: str
     port: int | None = None
+    # Whoever it was said to may have dealt it, and be no more. It is not said before it is known who answers now: one
+    # that knows nothing of the daemon before it must not deal the store once more.
+    doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def standing(agent: Agent) -> Standing:
         seen_revision=place.revision if place is not None else 0,
         known=agent.known,
         held=agent.held,
-        offer=offer if offer is not None and offer.port is not None else None,
+        offer=offer if offer is not None and offer.port is not None and not offer.doubtful else None,
         leaving=agent.leaving.reason if agent.leaving is not None else None,
         outcome_seen=place.job_uid if ended and place is not None else "",
     )

@@ -14,6 +14,8 @@ How to write a client in another language:
      in it changes. `stream_no` grows by one with each stream opened, `seq` with each message of a stream.
   2. Bind a fresh bootstrap store that the node's peers can reach, and put it into `offer`, naming the round you know
      to be over (empty at first). To offer is to promise that no process of any earlier round lives on this node.
+     When a stream has ended, say an offer that was said on it again only after a Place of the same `daemon_id`; for
+     another daemon bind a fresh store, as the one before may have dealt this one.
   3. Obey every Place:
        - `valid_round_uid` names the one round whose processes may live. Stop all others, at once.
        - `assigned`: start `slots` processes with global ranks first_rank .. first_rank + slots - 1, and echo the

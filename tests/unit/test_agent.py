@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rdzv.agent import standing, wakes_at
 from rdzv.model import (
+    DaemonAway,
     DropStore,
     Exit,
     MasterReached,
@@ -114,6 +115,32 @@ def test_a_lost_standing_store_is_replaced_under_a_new_name() -> None:
     orders = node.hear(StoreLost(offer_id="", text="killed"))
     assert only(orders, OpenStore) == OpenStore("n-2")
     assert only(orders, Tell).standing.offer is None
+
+
+def test_a_store_that_a_lost_daemon_may_have_dealt_is_not_offered_to_another_one() -> None:
+    node = Node()
+    node.opened()
+    node.place(GATHERING, daemon_id="one")
+    only(node.hear(DaemonAway(text="it ended the stream")), Tell)
+    assert standing(node.agent).offer is None, "until it is known who answers"
+    again = only(node.place(GATHERING, daemon_id="one"), Tell)
+    assert again.standing.offer is not None
+    assert (again.at_once, again.standing.offer.offer_id) == (True, "n-1")
+    node.hear(DaemonAway(text="it ended the stream"))
+    orders = node.place(GATHERING, daemon_id="two", term="t2")
+    assert [type(order) for order in orders if not isinstance(order, Say)] == [Tell, DropStore, OpenStore]
+    assert only(orders, DropStore).offer_id == "n-1"
+    told = only(node.opened(), Tell).standing.offer
+    assert told is not None
+    assert told.offer_id == "n-2"
+
+
+def test_a_store_that_nobody_may_have_heard_of_is_offered_to_whoever_comes() -> None:
+    node = Node()
+    node.hear(DaemonAway(text="no connection"))
+    node.opened()
+    assert standing(node.agent).offer is not None
+    assert none(node.place(GATHERING, daemon_id="one"), DropStore)
 
 
 # ------------------------------------------------------------------------------------------------ a seat
