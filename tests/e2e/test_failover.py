@@ -179,6 +179,7 @@ def test_a_standby_says_who_leads_and_a_launcher_finds_it(stage: Stage) -> None:
     with site(stage) as at:
         leader = at.leader()
         (standby,) = [daemon for daemon in at.daemons if daemon is not leader]
+        until(lambda: about(standby).leader, "the standby knows who leads")
         view = about(standby)
         assert (view.leads, view.leader, view.backend) == (False, leader.endpoint, "etcd")
         assert view.explain == f"the daemon at {leader.endpoint} leads"
