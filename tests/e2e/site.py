@@ -171,16 +171,42 @@ def etcd_leader_killed(site: Site) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def etcd_leader_stopped(site: Site) -> Iterator[None]:
-    leader = site.cluster.leader()
-    leader.freeze()
-    until_at = time.monotonic() + STOPPED_S
+def _frozen(members: list[Member]) -> Iterator[float]:
+    """Yields until when they have to stay so, at least."""
+    for member in members:
+        member.freeze()
     try:
+        yield time.monotonic() + STOPPED_S
+    finally:
+        for member in members:
+            member.thaw()
+
+
+@contextlib.contextmanager
+def etcd_member_stopped(site: Site) -> Iterator[None]:
+    leader = site.cluster.leader()
+    with _frozen([member for member in site.cluster.members if member is not leader][:1]) as until_at:
         yield
         site.leader()
         _pass(until_at)
-    finally:
-        leader.thaw()
+
+
+@contextlib.contextmanager
+def etcd_leader_stopped(site: Site) -> Iterator[None]:
+    with _frozen([site.cluster.leader()]) as until_at:
+        yield
+        site.leader()
+        _pass(until_at)
+
+
+@contextlib.contextmanager
+def quorum_stopped(site: Site) -> Iterator[None]:
+    """Until nobody leads, as the lease of whoever did has run out."""
+    with _frozen(site.cluster.members[:2]) as until_at:
+        yield
+        until(lambda: not any(map(leads, site.running())), "nobody leads without etcd")
+        _pass(until_at)
+    site.leader()
 
 
 @contextlib.contextmanager

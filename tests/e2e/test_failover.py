@@ -27,9 +27,11 @@ OF_DAEMONS: list[Fault] = [
 ]
 OF_ETCD: list[Fault] = [
     sites.etcd_member_killed,
+    sites.etcd_member_stopped,
     sites.etcd_leader_killed,
     sites.etcd_leader_stopped,
     sites.quorum_lost,
+    sites.quorum_stopped,
 ]
 PHASES = ("gathering", "running", "worker dies", "node dies", "ending")
 QUICK = {
