@@ -167,7 +167,7 @@ class Engine:
         word is settled, and made durable, at once.
         """
         self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
-        believed = fence.pace(job) if fence.stops(job) else pace(job.spec.timing, len(job.nodes))
+        believed = self.pace(job.run_id)
         patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
         for uid in job.nodes:
             self.table.attend(job.run_id, uid, ABSENT, now, patience)
@@ -206,11 +206,18 @@ class Engine:
         return self._revision
 
     def pace(self, run_id: str) -> Pace:
-        """Return how often nodes of this job speak, as it stands."""
+        """Return how often nodes of this job speak, as it stands.
+
+        One that waits for thousands goes at their pace from the start: those that are there first would speak every
+        second while the daemon is busy with the others.
+        """
         room = self.rooms.get(run_id)
-        if room is not None and fence.stops(room.job):
+        if room is None:
+            return pace(self.timing, len(self.table))
+        if fence.stops(room.job):
             return fence.pace(room.job)
-        return pace(self.timing if room is None else room.job.spec.timing, len(self.table))
+        expected = min(room.job.spec.min_nodes, self.limits.nodes_per_job)
+        return pace(room.job.spec.timing, max(len(self.table), len(room.job.nodes), expected))
 
     def room(self, run_id: str) -> Room:
         """Return a job's room. Raises NoSuchJob."""

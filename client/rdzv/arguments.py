@@ -83,6 +83,12 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
             "exec: each is a new python; default zygote",
         ),
         Argument("preload", "MODULE,...", "what the zygote imports besides torch"),
+        Argument(
+            "preload-later",
+            "MODULE,...",
+            "what it imports while the first round runs, for the workers of later ones; "
+            "default torch._dynamo; '': nothing",
+        ),
         Argument("isolate", "pid", "run all workers in a PID namespace: nothing outlives them, whatever is killed"),
         Argument("virtual-local-rank", None, "every worker sees its own GPU as device 0, and LOCAL_RANK 0"),
         Argument(

@@ -24,6 +24,7 @@ from rdzv.chaos import strike
 from rdzv.console import Console
 from rdzv.endpoints import Endpoint
 from rdzv.options import Options
+from rdzv.processes import facts
 from rdzv.processes import supervisor as processes
 from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
@@ -235,32 +236,36 @@ class Launcher:
         else:
             self._tell(fact)
 
-    def _process_fact(self, fact: processes.ProcessFact) -> None:
+    def _process_fact(self, fact: facts.ProcessFact) -> None:
         if self._exit.done():
             return  # the scope is being left
         match fact:
-            case processes.WorkerEnded():
+            case facts.WorkerEnded():
                 reading = self._tasks.create_task(self._worker_ended(fact))
                 self._reading.add(reading)
                 reading.add_done_callback(self._reading.discard)
-            case processes.HelperEnded(name=StoreHolder.NAME):
-                if self._early is not None:
-                    return  # nothing is open yet; the first to be opened will find no holder, and start one
-                self._tell(model.StoreLost(offer_id="", text=self._stores.problem or "its process died"))
-            case processes.HelperEnded():
-                if fact.name == OwnDaemon.NAME and self._early is None:
-                    self._tasks.create_task(self._daemon_again())
-            case processes.ZygoteEnded():
+            case facts.HelperEnded():
+                if self._early is None:  # or nothing is open yet; the first to be opened will find no holder
+                    self._helper_ended(fact.name)
+            case facts.ZygoteEnded():
                 if not fact.missing:
                     self._say(model.Topic.WARN, f"the zygote ended ({fact.text}); workers are started by exec")
-            case processes.SpawnerEnded():
+            case facts.HeirEnded():
+                self._say(model.Topic.WARN, f"not imported in advance: {fact.text}")
+            case facts.SpawnerEnded():
                 fenced = self._agent.fence is not None and boottime() >= self._agent.fence.until
                 text = f"{fact.text}; all processes of this node ended with it"
                 self._say(model.Topic.WARN, wording.lease_ended() if fenced else text)
             case _:
                 assert_never(fact)
 
-    async def _worker_ended(self, fact: processes.WorkerEnded) -> None:
+    def _helper_ended(self, name: str) -> None:
+        if name == StoreHolder.NAME:
+            self._tell(model.StoreLost(offer_id="", text=self._stores.problem or "its process died"))
+        elif name == OwnDaemon.NAME:
+            self._tasks.create_task(self._daemon_again())
+
+    async def _worker_ended(self, fact: facts.WorkerEnded) -> None:
         assert self._workers is not None
         self._tell(await self._workers.ended(fact))
 
@@ -348,7 +353,7 @@ class Launcher:
                 if not self._may_spawn():
                     return  # it is being told
                 await self._supervisor.spawn(seat.round_uid, commands)
-            except processes.SpawnFailed as failed:
+            except facts.SpawnFailed as failed:
                 fact = model.SpawnFailed(round_uid=seat.round_uid, local_rank=failed.local_rank, text=failed.text)
                 self._tell(fact)
             except (OSError, ValueError) as error:

@@ -41,6 +41,8 @@ __all__ = ["Options", "UsageError", "entry_digest", "parse"]
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _RETRY_MAX_S = 1.0  # what the daemon reckons with where workers end with their lease
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's
+# What DistributedDataParallel and torch.optim import when they are first used: about as long as torch itself takes.
+_PRELOAD_LATER = ("torch._dynamo",)
 _BACKENDS_OF_TORCH = ("c10d", "static", "etcd", "etcd-v2")
 
 
@@ -80,7 +82,8 @@ class Options:
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     start_method: Literal["zygote", "exec"]
-    preload: tuple[str, ...]  # modules that the zygote imports besides torch
+    preload: tuple[str, ...]  # modules that the zygote imports besides torch ...
+    preload_later: tuple[str, ...]  # ... and those that it has imported from the second round on
     isolate: Literal["", "pid"]
     chaos: Chaos | None  # faults on purpose
     # Read and checked, and not acted on; `notes` says so where they were given.
@@ -137,6 +140,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         signals_to_handle=values.take("signals_to_handle", tuple(_SIGNALS.split(",")), as_signals),
         start_method=how.start_method,
         preload=values.take("preload", (), as_modules),
+        preload_later=values.take("preload_later", _PRELOAD_LATER, as_modules),
         isolate="pid" if values.take("isolate", "", as_choice("pid")) else "",
         chaos=values.take("chaos", None, reading(parse_chaos)),
         monitor_interval_s=values.take("monitor_interval", 0.1, as_seconds),
@@ -222,8 +226,9 @@ def _start_method(values: Values, forkable: bool, notes: list[str]) -> Literal["
         notes.append(f"{given.source}={asked}: taken as {method}")
     elif given is not None and asked != method:
         notes.append(f"{given.source}={asked} has no effect: only Python source can be run by a forked process")
-    if method == "exec" and values.text("preload"):
-        notes.append(f"{values.given['preload'].source} has no effect: it is for --start-method=zygote")
+    if method == "exec":
+        given_in_vain = [values.given[name].source for name in ("preload", "preload_later") if values.text(name)]
+        notes += [f"{source} has no effect: it is for --start-method=zygote" for source in given_in_vain]
     return method
 
 

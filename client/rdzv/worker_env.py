@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rdzv.processes.supervisor import ZygotePlan
+from rdzv.processes.facts import ZygotePlan
 
 if TYPE_CHECKING:
     from rdzv.options import Options
@@ -71,6 +71,7 @@ def zygote_plan(options: Options, environ: Mapping[str, str]) -> ZygotePlan | No
         worker_argv=worker_argv(options, environ, 0),
         env={**environ, **standing_defaults(environ, options.nproc_per_node)},
         modules=("torch", *options.preload),
+        later=tuple(name for name in options.preload_later if name not in options.preload),
     )
 
 

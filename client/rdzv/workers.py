@@ -12,7 +12,7 @@ from rdzv.errors import last_words, looks_like_victim, read_error_file
 from rdzv.oom import moved, oom_kills
 from rdzv.options import Options
 from rdzv.outlet import Outlet
-from rdzv.processes.supervisor import WorkerCommand, WorkerEnded
+from rdzv.processes.facts import WorkerCommand, WorkerEnded
 from rdzv.stdio import Stdio
 from rdzv.worker_env import worker_argv, worker_environment
 

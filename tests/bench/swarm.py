@@ -5,14 +5,13 @@
 Prints one JSON object: what `Figures` says. The nodes behave as the .proto asks of a node whose one worker starts and
 stops at once. Against the echo server the same streams carry the same bytes, and nobody behaves.
 
-The load must cost less than what is loaded: bytes are serialised by hand where it counts, and a heartbeat is the last
-message with its last 8 bytes, the sequence number, changed.
+The load must cost less than what is loaded: the streams are our own (tests/bench/streams.py), bytes are serialised by
+hand where it counts, and a heartbeat is the last message with its last 8 bytes, the sequence number, changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import heapq
 import json
@@ -23,18 +22,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import grpc
 import psutil
 import uvloop
 
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.bench.harness import BenchFailed
+from tests.bench.streams import Connection, connect
 
 CONNECTIONS = 16
 METHOD = "/rendezvousd.v1.Rendezvous/Join"
 SEQ_TAG = bytes.fromhex("f901")  # field 31, fixed64
 SEQ = struct.Struct("<Q")
-TICK_S = 0.02  # the pacer's step: heartbeats are sent in portions of this length
+TICK_S = 0.001  # the pacer looks so often: heartbeats come one by one, as those of a thousand launchers would
 PHASE_BOUND_S = 120.0
 OPEN_AT_ONCE = 50  # streams; between such portions those that are open are served, or they would be silent too long
 
@@ -94,6 +93,12 @@ class Swarm:
         self.milestones = Milestones(nodes)
         self.up = 0  # messages sent, by all
         self.down = 0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # or not: never a result
+
+    def fail(self, why: str) -> None:
+        """What should not happen did."""
+        if not self.failed.done():
+            self.failed.set_exception(BenchFailed(why))
 
 
 class Stream:
@@ -108,29 +113,29 @@ class Stream:
         self.index = index
         self.seq = 0
         self.spoke_at = 0.0
-        self._call: Any = None
-        self._speaking = asyncio.Lock()  # gRPC takes one message at a time
+        self._connection: Connection | None = None
+        self._stream = 0
 
-    async def live(self, channel: Any) -> None:
-        """Open the stream and read it until it ends, which it should not."""
-        self._call = channel.stream_stream(METHOD)()
-        await self.say()
-        while (message := await self._call.read()) is not grpc.aio.EOF:
-            self.swarm.down += 1
-            if self.heard(message):
-                await self.say()
-        raise BenchFailed(
-            f"node {self.index}: the stream ended: {await self._call.code()} {await self._call.details()}"
-        )
+    def live(self, connection: Connection) -> None:
+        """Open the stream, which should not end."""
+        self._connection, self._stream = connection, connection.open(METHOD, self._on_message, self._on_end)
+        self.say()
 
-    async def say(self) -> None:
+    def say(self) -> None:
         """Send the message as it now is, with the next sequence number."""
-        async with self._speaking:
-            self.seq += 1
-            self.swarm.up += 1
-            self.spoke_at = time.monotonic()
-            with contextlib.suppress(asyncio.InvalidStateError):  # the stream is over: the reader says why
-                await self._call.write(self.body + SEQ_TAG + SEQ.pack(self.seq))
+        assert self._connection is not None
+        self.seq += 1
+        self.swarm.up += 1
+        self.spoke_at = time.monotonic()
+        self._connection.send(self._stream, self.body + SEQ_TAG + SEQ.pack(self.seq))
+
+    def _on_message(self, message: bytes) -> None:
+        self.swarm.down += 1
+        if self.heard(message):
+            self.say()
+
+    def _on_end(self, why: str) -> None:
+        self.swarm.fail(f"node {self.index}: the stream ended: {why}")
 
     def beats_at(self) -> float:
         """When it speaks next, at the latest."""
@@ -185,7 +190,7 @@ class SimNode(Stream):
         place = pb.Place.FromString(message)
         self.heartbeat_s, self.told = place.heartbeat_ms / 1_000, True
         if place.HasField("ended") or place.HasField("removed"):
-            raise BenchFailed(f"node {self.index} was sent away: {place.explain or place}")
+            self.swarm.fail(f"node {self.index} was sent away: {place.explain or place}")
         if self._answer_due and place.ack_seq >= self._answer_due:
             self._answer_due = 0
             self.swarm.milestones.reach(f"running in round {self._held.assignment.round}")
@@ -196,13 +201,13 @@ class SimNode(Stream):
         self._told = pb.NodeState(seen=seen, known=place.known, lease_ms=place.lease_ms).SerializeToString()
         return self._obey(place)
 
-    async def fail(self) -> None:
+    def fail(self) -> None:
         """Our worker dies: say so, and that we are ready for the next round."""
         self._held.failures.add(
             rank=self._held.assignment.first_rank, exit_code=1, text="asked to fail by the benchmark"
         )
         self._end(pb.FAILED)
-        await self.say()
+        self.say()
 
     def _obey(self, place: pb.Place) -> bool:
         ours = self._held.assignment.round_uid
@@ -287,7 +292,7 @@ class Meter:
         return self._server.cpu_s(), self._swarm.up, self._swarm.down
 
 
-async def keep_speaking(nodes: list[Any], group: asyncio.TaskGroup) -> None:
+async def keep_speaking(nodes: list[Any]) -> None:
     """Let no node be silent for longer than the interval that it was told, for ever."""
     beats = [(node.beats_at(), node.index) for node in nodes]
     heapq.heapify(beats)
@@ -297,7 +302,7 @@ async def keep_speaking(nodes: list[Any], group: asyncio.TaskGroup) -> None:
         while beats[0][0] <= now:
             node = nodes[beats[0][1]]
             if node.told and node.beats_at() <= now:
-                group.create_task(node.say())
+                node.say()
             heapq.heapreplace(beats, (max(node.beats_at(), now + TICK_S), node.index))
 
 
@@ -305,32 +310,38 @@ async def measure(kind: str, port: int, server: Server, size: int, idle_s: float
     """Open all streams, play both rounds, then idle."""
     swarm, figures = Swarm(size), Figures()
     nodes = [(SimNode if kind == "daemon" else EchoNode)(swarm, index) for index in range(size)]
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) for _ in range(CONNECTIONS)]
-    async with asyncio.timeout(30):
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+    connections = [await connect("127.0.0.1", port) for _ in range(CONNECTIONS)]
     gc.collect()
     gc.freeze()
     gc.disable()  # this process is short
 
     own_cpu_s = time.process_time()
     async with asyncio.TaskGroup() as group:
+        group.create_task(until(swarm.failed))
         meter, began = Meter(swarm, server), time.perf_counter()
-        tasks = [group.create_task(keep_speaking(nodes, group))] if kind == "daemon" else []
+        tasks = [group.create_task(keep_speaking(nodes))] if kind == "daemon" else []
         for node in nodes:
-            tasks.append(group.create_task(node.live(channels[node.index % CONNECTIONS])))
-            if len(tasks) % OPEN_AT_ONCE == 0:
+            node.live(connections[node.index % CONNECTIONS])
+            if node.index % OPEN_AT_ONCE == 0:
                 await asyncio.sleep(0)
         if kind == "daemon":
             await play_rounds(swarm, nodes, meter, figures, began)
         else:
             await play_echoes(swarm, nodes, meter, figures, began)
-            tasks.append(group.create_task(keep_speaking(nodes, group)))
+            tasks.append(group.create_task(keep_speaking(nodes)))
         figures.swarm_cpu_s = time.process_time() - own_cpu_s
         await idle(swarm, server, figures, idle_s)
         for task in tasks:
             task.cancel()
+        swarm.failed.cancel()
+    for connection in connections:
+        connection.close()
     return figures
+
+
+async def until(failed: asyncio.Future[None]) -> None:
+    """Wait for a failure. Raises it."""
+    await failed
 
 
 async def play_rounds(swarm: Swarm, nodes: list[Any], meter: Meter, figures: Figures, began: float) -> None:
@@ -339,7 +350,7 @@ async def play_rounds(swarm: Swarm, nodes: list[Any], meter: Meter, figures: Fig
     await swarm.milestones.wait("running in round 1")
     figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
     began = time.perf_counter()
-    await nodes[0].fail()
+    nodes[0].fail()
     figures.told_s = await swarm.milestones.wait("told to stop round 1") - began
     figures.next_s = await swarm.milestones.wait("assigned to round 2") - began
     await swarm.milestones.wait("running in round 2")
@@ -351,7 +362,8 @@ async def play_echoes(swarm: Swarm, nodes: list[Any], meter: Meter, figures: Fig
     figures.first_s = await swarm.milestones.wait("echo 1") - began
     figures.first_cpu_us, figures.first_up, figures.first_down = meter.read()
     began = time.perf_counter()
-    await asyncio.gather(*(node.say() for node in nodes))
+    for node in nodes:
+        node.say()
     figures.next_s = await swarm.milestones.wait("echo 2") - began
     figures.next_cpu_us, figures.next_up, figures.next_down = meter.read()
 
@@ -372,7 +384,7 @@ def main() -> None:
     kind, port, pid, size, idle_s = sys.argv[1:]
     try:
         figures = uvloop.run(measure(kind, int(port), Server(int(pid)), int(size), float(idle_s)))
-    except* (BenchFailed, TimeoutError, grpc.RpcError) as failures:
+    except* (BenchFailed, TimeoutError, OSError) as failures:
         first: BaseException = failures
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]

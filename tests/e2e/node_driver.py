@@ -9,7 +9,8 @@ import resource
 import signal
 import sys
 
-from rdzv.processes.supervisor import ProcessFact, Supervisor, WorkerCommand
+from rdzv.processes.facts import ProcessFact, WorkerCommand
+from rdzv.processes.supervisor import Supervisor
 
 
 async def main(mode: str, argv: list[str]) -> None:

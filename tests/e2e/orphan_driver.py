@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from rdzv.processes import tree
-from rdzv.processes.supervisor import ProcessFact, Supervisor, WorkerCommand, ZygotePlan
+from rdzv.processes.facts import ProcessFact, WorkerCommand, ZygotePlan
+from rdzv.processes.supervisor import Supervisor
 from tests.e2e.processes_kit import cmdline
 
 DIFFICULT = str(Path(__file__).with_name("difficult_worker.py"))

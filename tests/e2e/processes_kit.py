@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from rdzv.processes.supervisor import ProcessFact, Supervisor, WorkerCommand
+from rdzv.processes.facts import ProcessFact, WorkerCommand
+from rdzv.processes.supervisor import Supervisor
 
 F = TypeVar("F", bound=ProcessFact)
 

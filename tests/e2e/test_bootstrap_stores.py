@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from rdzv.processes import tree
+from rdzv.processes.facts import HelperEnded
 from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
-from rdzv.processes.supervisor import HelperEnded
 from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, node, script, until
 
 CLIENT = Path(__file__).with_name("store_client.py")

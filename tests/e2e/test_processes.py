@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.processes.supervisor import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
+from rdzv.processes import supervisor
+from rdzv.processes.facts import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
 from tests.e2e import difficult_worker
-from tests.e2e.processes_kit import cmdline, fds, marked, node, script, state, until
+from tests.e2e.processes_kit import LIMIT_S, cmdline, fds, marked, node, script, state, until
 
 HERE = Path(__file__).parent
 DIFFICULT = HERE / "difficult_worker.py"
@@ -59,7 +60,8 @@ def test_alive_and_pids_follow_the_workers() -> None:
         async with node() as n:
             await n.supervisor.spawn("r1", [n.python(rank, SLEEP) for rank in range(2)])
             pids = n.supervisor.pids()
-            assert sorted(pids.values()) == sorted(marked(n.mark))
+            # Its exec is known to have succeeded an instant before its environment can be read.
+            await until(lambda: sorted(pids.values()) == sorted(marked(n.mark)), "they are those that were started")
             os.kill(pids[1], signal.SIGKILL)
             end = await n.fact(WorkerEnded)
             assert (end.local_rank, n.supervisor.alive(), n.supervisor.pids()) == (1, 1, {0: pids[0]})
@@ -414,6 +416,21 @@ def test_closing_takes_everything_along_and_gives_everything_back() -> None:
     asyncio.run(story())
 
 
+def test_a_spawner_that_is_stuck_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STUCK_S", 0.5)
+
+    async def story() -> None:
+        async with node() as n:
+            await n.supervisor.spawn("r1", [n.worker(0, sys.executable, DIFFICULT, "deaf")])
+            await until(lambda: len(marked(n.mark)) >= difficult_worker.PROCESSES, "all have started")
+            os.kill(n.supervisor.spawner_pid, signal.SIGSTOP)
+            assert await asyncio.wait_for(n.supervisor.stop(grace_s=0.1), LIMIT_S) == 0
+            assert marked(n.mark) == []
+            await n.fact(SpawnerEnded)
+
+    asyncio.run(story())
+
+
 # ---------------------------------------------------------------------------------------------------- leases
 
 
@@ -424,13 +441,13 @@ def boottime() -> float:
 def test_at_the_end_of_the_lease_everything_is_killed_though_launcher_and_spawner_are_stopped() -> None:
     async def story() -> None:
         async with node(fenced=True) as n:
-            supervisor = n.supervisor
-            supervisor.fence(boottime() + HOUR_S)
-            await supervisor.spawn("r1", [n.worker(0, sys.executable, DIFFICULT, "deaf", "stopped")])
+            warden = n.supervisor
+            warden.fence(boottime() + HOUR_S)
+            await warden.spawn("r1", [n.worker(0, sys.executable, DIFFICULT, "deaf", "stopped")])
             await until(lambda: len(marked(n.mark)) >= difficult_worker.PROCESSES, "all have started")
-            os.kill(supervisor.spawner_pid, signal.SIGSTOP)
+            os.kill(warden.spawner_pid, signal.SIGSTOP)
             ends_at = boottime() + 1.0
-            supervisor.fence(ends_at)
+            warden.fence(ends_at)
             # This loop is the launcher: while it does not run, it is stopped.
             while marked(n.mark):
                 assert boottime() < ends_at + 60
@@ -439,9 +456,9 @@ def test_at_the_end_of_the_lease_everything_is_killed_though_launcher_and_spawne
             await n.fact(SpawnerEnded)
             end = await n.fact(WorkerEnded)
             assert end.signal == signal.SIGKILL
-            assert await supervisor.stop(grace_s=HOUR_S) == 0
-            supervisor.fence(None)
-            await supervisor.spawn("r2", [n.python(0, "pass")])  # a new spawner
+            assert await warden.stop(grace_s=HOUR_S) == 0
+            warden.fence(None)
+            await warden.spawn("r2", [n.python(0, "pass")])  # a new spawner
             assert (await n.fact(WorkerEnded)).exit_code == 0
 
     asyncio.run(story())

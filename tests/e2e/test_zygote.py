@@ -15,16 +15,17 @@ from pathlib import Path
 import pytest
 
 from rdzv.processes import tree
-from rdzv.processes.supervisor import (
+from rdzv.processes.facts import (
+    HeirEnded,
     HelperEnded,
     SpawnerEnded,
     SpawnFailed,
-    Supervisor,
     WorkerCommand,
     WorkerEnded,
     ZygoteEnded,
     ZygotePlan,
 )
+from rdzv.processes.supervisor import Supervisor
 from tests.e2e import difficult_worker
 from tests.e2e.kit import Stage
 from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, script, state, until
@@ -65,11 +66,14 @@ class WarmNode(Node):
 
 
 @asynccontextmanager
-async def warm(folder: Path, *modules: str, python: str = sys.executable) -> AsyncIterator[WarmNode]:
+async def warm(
+    folder: Path, *modules: str, python: str = sys.executable, later: tuple[str, ...] = ()
+) -> AsyncIterator[WarmNode]:
     """Modules are looked for in the folder as well. Whatever was started is gone afterwards."""
     self = WarmNode(folder)
     worker_argv = (python, "-u", str(folder / "worker.py"))
-    plan = ZygotePlan(worker_argv=worker_argv, env=self.env(), modules=modules or ("textwrap",))
+    modules = modules or ("textwrap",)
+    plan = ZygotePlan(worker_argv=worker_argv, env=self.env(), modules=modules, later=later, later_s=0.0)
     self.supervisor = await Supervisor.start(self.facts.put_nowait, zygote=plan)
     try:
         yield self
@@ -287,6 +291,111 @@ def test_a_zygote_that_is_stuck_holds_up_no_stop(tmp_path: Path) -> None:
                 await asyncio.wait_for(spawn, LIMIT_S)
             assert await stop == 0
             assert (await n.fact(ZygoteEnded)).text == "signal 9 (SIGKILL)"
+
+    asyncio.run(story())
+
+
+# ---------------------------------------------------------------------------------------------------- its heir
+
+# A module that takes until there is a file `go`, and says so by one named `begun`.
+SLOW = [
+    "import os, pathlib, time, json.tool",
+    "HERE, PID = pathlib.Path(__file__).parent, os.getpid()",
+    "(HERE / 'begun').touch()",
+    "while not (HERE / 'go').exists(): time.sleep(0.01)",
+]
+# A worker that exits with 0 if the module was there before it imported it, and was not to be seen.
+ASKS = ["import os, sys", "assert 'slow' not in sys.modules", "import slow", "sys.exit(slow.PID == os.getpid())"]
+
+
+async def replaced(n: WarmNode, former: int) -> None:
+    """Returns when the zygote is another process."""
+    await until(lambda: former not in marked(n.mark), "the former zygote has ended")
+    assert await n.zygote_pid() != former
+
+
+def test_what_is_imported_beside_the_first_round_is_there_in_the_next(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with warm(tmp_path, later=("slow",)) as n:
+            n.script("slow.py", *SLOW)
+            sleeper, asks = n.script("sleeper.py", *SLEEP), n.script("asks.py", *ASKS)
+            await n.ready()
+            former = await n.zygote_pid()
+            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
+            await until((tmp_path / "begun").exists, "the heir imports")
+            await n.supervisor.spawn("r1", [n.forked(1, sleeper)])  # nobody waits for it
+            (tmp_path / "go").touch()
+            await replaced(n, former)
+            assert n.supervisor.alive() == 2
+            await n.supervisor.spawn("r2", [n.forked(0, asks)])
+            assert (await n.fact(WorkerEnded)).exit_code == 0
+            assert await n.supervisor.stop(grace_s=0.2) == 0
+            assert marked(n.mark) == [await n.zygote_pid()]
+
+    asyncio.run(story())
+
+
+def test_an_heir_outlives_the_stop_of_the_round_and_the_death_of_the_zygote(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with warm(tmp_path, later=("slow",)) as n:
+            n.script("slow.py", *SLOW)
+            sleeper, asks = n.script("sleeper.py", *SLEEP), n.script("asks.py", *ASKS)
+            await n.ready()
+            former = await n.zygote_pid()
+            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
+            await until((tmp_path / "begun").exists, "the heir imports")
+            assert await n.supervisor.stop(grace_s=0.2) == 0
+            await n.fact(WorkerEnded)
+            os.kill(former, signal.SIGKILL)
+            await n.fact(ZygoteEnded)
+            (tmp_path / "go").touch()
+            forked = False
+            while not forked:  # by exec until the heir takes over
+                await n.supervisor.spawn("r2", [n.forked(0, asks)])
+                forked = (await n.fact(WorkerEnded)).exit_code == 0
+            assert marked(n.mark) == [await n.zygote_pid()]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["raise OSError('no such luck')"], "import slow: OSError: no such luck"),
+        (["import threading, time", "threading.Thread(target=time.sleep, args=[3600], daemon=True).start()"],
+         "--preload-later slow: it starts 1 thread(s), which forked workers would lack"),
+        (["import os, signal", "os.kill(os.getpid(), signal.SIGKILL)"], "signal 9 (SIGKILL)"),
+    ],
+    ids=["fails", "starts a thread", "dies"],
+)  # fmt: skip
+def test_without_an_heir_the_zygote_goes_on(tmp_path: Path, lines: list[str], text: str) -> None:
+    async def story() -> None:
+        async with warm(tmp_path, later=("slow",)) as n:
+            n.script("slow.py", *lines)
+            sleeper = n.script("sleeper.py", *SLEEP)
+            await n.ready()
+            former = await n.zygote_pid()
+            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
+            assert (await n.fact(HeirEnded)).text == text
+            assert await n.zygote_pid() == former
+            await n.ready()
+
+    asyncio.run(story())
+
+
+def test_an_heir_imports_at_a_low_priority_and_those_it_forks_run_at_the_usual_one(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with warm(tmp_path, later=("slow",)) as n:
+            n.script("slow.py", "import os", "NICE = os.getpriority(os.PRIO_PROCESS, 0)")
+            lines = ["import os, slow, sys", "here = os.getpriority(os.PRIO_PROCESS, 0)"]
+            asks = n.script("asks.py", *lines, "sys.exit(not slow.NICE > here)")
+            sleeper = n.script("sleeper.py", *SLEEP)
+            await n.ready()
+            former = await n.zygote_pid()
+            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
+            await replaced(n, former)
+            await n.supervisor.spawn("r2", [n.forked(0, asks)])
+            assert (await n.fact(WorkerEnded)).exit_code == 0
 
     asyncio.run(story())
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.processes.supervisor import Supervisor, WorkerCommand, WorkerEnded, ZygoteEnded, ZygotePlan
+from rdzv.processes.facts import WorkerCommand, WorkerEnded, ZygoteEnded, ZygotePlan
+from rdzv.processes.supervisor import Supervisor
 from tests.e2e.fidelity.cases import SCRIPTS
 from tests.e2e.processes_kit import LIMIT_S
 

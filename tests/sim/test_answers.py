@@ -67,3 +67,20 @@ def test_in_a_large_job_who_speaks_is_answered_soon_or_with_what_all_are_told() 
             assert {node.notified for node in nodes[1:]} == {3}
 
     simulate(story())
+
+
+def test_a_job_that_waits_for_thousands_goes_at_their_pace_from_the_start() -> None:
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            first = SimNode(engine, "n0", "many", JobSpec(min_nodes=4_000, max_nodes=10_000))
+            few = SimNode(engine, "n0", "few", JobSpec(min_nodes=1, max_nodes=10_000))
+            endless = SimNode(engine, "n0", "endless", JobSpec(min_nodes=10**9, max_nodes=10**9))
+            for node in (first, few, endless):
+                node.offers()
+            await asyncio.sleep(0.05)
+            assert engine.pace("many").heartbeat_s == pytest.approx(4.0)
+            assert engine.pace("few").heartbeat_s == pytest.approx(1.0), "one job's nodes are no concern of another's"
+            most = engine.limits.nodes_per_job
+            assert engine.pace("endless").heartbeat_s == pytest.approx(most / 1_000), "no more than can ever come"
+
+    simulate(story())

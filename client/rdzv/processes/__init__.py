@@ -3,7 +3,8 @@
 Who is who, and what each file is for:
 
     launcher            rdzvrun: asyncio and gRPC threads; it must never fork
-      supervisor.py       what the launcher asks for and is told about its processes
+      supervisor.py       its processes as it sees them: started, watched and stopped
+      facts.py            what it asks for and is told
       spawner_process.py  keeper and spawner as its children: start, death, clearing up after them
       stores.py           the node's bootstrap stores, seen from the launcher
       link.py             a wire served by the launcher's event loop

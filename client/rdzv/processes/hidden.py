@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Watches imports from when it is made until `hide`."""
+    """Watches imports from when it is made until `hide`, and from `resume` until the next one."""
 
     def __init__(self) -> None:
         self._before = frozenset(sys.modules)
@@ -34,8 +34,13 @@ class Recorder:
         if ("." not in name or name in self._roots) and name not in self._begun:
             self._begun[name] = frozenset(sys.modules)
 
+    def resume(self, shelf: Shelf) -> None:
+        """Puts what was hidden back into sys.modules, to import more; `shelf` is of no use any more."""
+        sys.modules.update(shelf.clear())
+        sys.meta_path.insert(0, self)
+
     def hide(self) -> Shelf:
-        """Takes everything that is new out of sys.modules, less the standard library."""
+        """Takes everything that is new since this was made out of sys.modules, less the standard library."""
         sys.meta_path.remove(self)
         # A module moves to the end of sys.modules when its import is done: whatever it needed stands before it.
         names = [name for name in sys.modules if name not in self._before and not _is_standard(name)]
@@ -59,6 +64,11 @@ class Shelf:
     def get(self, name: str) -> ModuleType | None:
         """A module, wherever it is."""
         return self._modules.get(name) or sys.modules.get(name)
+
+    def clear(self) -> dict[str, ModuleType]:
+        """Return all modules, which it has no longer, in the order in which they were imported."""
+        modules, self._modules = self._modules, {}
+        return modules
 
     def on_return(self, name: str, act: Callable[[ModuleType], None]) -> None:
         """Call `act` with the module once a script has it."""

@@ -18,7 +18,10 @@ umask and signal mask are those the launcher was started with, by plain inherita
 
 The wire. From the launcher, each with a field `do`:
 
-    zygote {argv, env, prepare} + descriptors 0, 1, 2          `prepare` is for the zygote
+    zygote {argv, env, prepare, later, later_s} + descriptors 0, 1, 2
+                                                               `prepare` is for the zygote; `later_s` after workers were
+                                                               born it begets an heir, which imports `later` and then
+                                                               takes its place
     start {id, kind: worker|helper, fork, argv, env} + descriptors   they become 0, 1, 2, ... of the new process
     withdraw {}                                                workers that still wait for the zygote to be ready
     stop {signal, grace_s}                                     workers, and whatever else is not a helper
@@ -28,7 +31,7 @@ The wire. From the launcher, each with a field `do`:
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
 ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; stopped {left}; zygote_ended {text, missing, exit_code,
-signal}. Before all others, and as the last: refused {text}.
+signal}; heir_ended, the same of an heir: its zygote goes on. Before all others, and as the last: refused {text}.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ if TYPE_CHECKING:
 
     from rdzv.processes import tree
     from rdzv.processes.clearing import SWEEP_S, TICK_S, clear, dead_child, send
-    from rdzv.processes.starting import Order, Zygote, start
+    from rdzv.processes.starting import Order, Zygote, read_now, start
     from rdzv.processes.wire import Body, Channel, Gone
 else:  # run by path: sys.path[0] is this directory
     import tree
     from clearing import SWEEP_S, TICK_S, clear, dead_child, send
-    from starting import Order, Zygote, start
+    from starting import Order, Zygote, read_now, start
     from wire import Channel, Gone
 
 # From TERM to KILL for what is left of a group whose leader has ended. An immediate KILL would also take
@@ -97,6 +100,10 @@ class Spawner:
         self._lingering: dict[int, float] = {}  # group whose leader has ended → when it is killed
         self._stop: Stop | None = None
         self._zygote: Zygote | None = None
+        self._heir: Zygote | None = None  # on its way to take the zygote's place
+        self._later: list[str] = []  # what the heir is to import, until there is one
+        self._later_s = 0.0
+        self._heir_due_at = float("inf")
         self._waiting: list[Order] = []  # for the zygote to be ready, or buried
         self._forking: dict[int, Order] = {}  # by the descriptor that tells the pid
 
@@ -114,6 +121,8 @@ class Spawner:
             self._reap()
             if self._zygote is not None and self._zygote.channel.fileno() in readable:
                 self._hear_zygote(self._zygote)
+            if self._heir is not None and self._heir.channel.fileno() in readable:
+                self._hear_heir(self._heir)
             if self._channel.fileno() in readable:
                 for body, fds in self._channel.receive():
                     self._obey(body, fds)
@@ -123,7 +132,8 @@ class Spawner:
     def _wait(self) -> set[int]:
         """Sleep until something happens or is due. Returns the descriptors that can be read or have ended."""
         poll = select.poll()
-        for channel in (self._channel, *([] if self._zygote is None else [self._zygote.channel])):
+        zygotes = [zygote for zygote in (self._zygote, self._heir) if zygote is not None]
+        for channel in (self._channel, *(zygote.channel for zygote in zygotes)):
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.pending else 0))
         poll.register(self._wakeup_fd, select.POLLIN)
         for process in self._processes.values():
@@ -136,7 +146,11 @@ class Spawner:
 
     def _due(self, now: float) -> float | None:
         """Seconds until `_advance` has something to do; None: nothing is planned."""
-        instants = [*self._lingering.values(), *(process.kill_at for process in self._processes.values())]
+        instants = [
+            self._heir_due_at,
+            *self._lingering.values(),
+            *(process.kill_at for process in self._processes.values()),
+        ]
         if self._stop is not None:
             instants.append(now + TICK_S if self._stop.killed else self._stop.kill_at)
         first = min(instants, default=float("inf"))
@@ -160,6 +174,7 @@ class Spawner:
             case "end":
                 self._end(body["id"], body["grace_s"])
             case "zygote":
+                self._later, self._later_s = body["later"], body["later_s"]
                 self._start_zygote(Order({**body, "id": 0, "kind": "helper"}, fds))
             case unknown:
                 raise ValueError(f"the launcher asks for {unknown!r}")
@@ -231,7 +246,7 @@ class Spawner:
 
     def _start_zygote(self, order: Order) -> None:
         try:
-            self._zygote = Zygote(order, self._ignored)
+            self._zygote = Zygote.start(order, self._ignored)
         except OSError as refused:
             order.close()
             text = f"cannot fork: {refused.strerror}"
@@ -259,10 +274,11 @@ class Spawner:
 
     def _hear_forks(self) -> None:
         """Find out what became of those that the zygote was to fork."""
+        if self._heir is not None:
+            self._heir.hear_pid()
         for start_fd, order in list(self._forking.items()):
-            try:
-                text = os.read(start_fd, 4096)
-            except BlockingIOError:
+            text = read_now(start_fd)
+            if text is None:
                 continue
             os.close(start_fd)
             del self._forking[start_fd]
@@ -277,16 +293,49 @@ class Spawner:
         order.close()
         process = self._processes[pid] = Process(order, pid)
         self._channel.post({"is": "started", "id": order.ident, "pid": pid})
+        if self._later and process.is_worker:
+            self._heir_due_at = min(self._heir_due_at, time.monotonic() + self._later_s)
         if order.withdrawn:  # it has run nothing that deserves a grace
             signal_group(process, signal.SIGKILL)
 
     def _bury_zygote(self, zygote: Zygote, dead: os.waitid_result) -> None:
         os.waitpid(zygote.pid, 0)
         self._zygote = None
-        self._channel.post({"is": "zygote_ended", **zygote.close(), **_how(dead)})
+        self._channel.post({"is": "zygote_ended", **zygote.bury(), **_how(dead)})
         waiting, self._waiting = self._waiting, []
         for order in waiting:
             self._exec(order)
+
+    # ------------------------------------------------------------------------------------------------ its heir
+
+    def _beget(self, zygote: Zygote) -> None:
+        """In the background: what the first round cannot wait for."""
+        try:
+            self._heir = zygote.beget(self._later)
+        except OSError:  # what is wrong with it will be noticed where it is needed
+            return
+        self._later = []
+
+    def _hear_heir(self, heir: Zygote) -> None:
+        try:
+            heir.channel.flush()
+            heir.hear()
+        except Gone:
+            heir.hear_pid()
+            if heir.pid:
+                send(os.kill, heir.pid, signal.SIGKILL)  # it is buried when it is reaped
+            else:
+                self._bury_heir(heir, {"exit_code": 0, "signal": 0})
+
+    def _succeed(self, heir: Zygote) -> None:
+        """The heir is the zygote from now on; the one before it ends when it hears no more."""
+        if self._zygote is not None:
+            self._zygote.close()
+        self._zygote, self._heir = heir, None
+
+    def _bury_heir(self, heir: Zygote, how: Body) -> None:
+        self._heir = None
+        self._channel.post({"is": "heir_ended", **heir.bury(), **how})
 
     # ------------------------------------------------------------------------------------------------ deaths
 
@@ -300,6 +349,9 @@ class Spawner:
                 self._bury(process, dead)
             elif self._zygote is not None and self._zygote.pid == dead.si_pid:
                 self._bury_zygote(self._zygote, dead)
+            elif self._heir is not None and self._heir.pid == dead.si_pid:
+                os.waitpid(dead.si_pid, 0)
+                self._bury_heir(self._heir, _how(dead))
             else:
                 os.waitpid(dead.si_pid, 0)
 
@@ -329,6 +381,12 @@ class Spawner:
         for group, kill_at in list(self._lingering.items()):
             if not send(os.killpg, group, signal.SIGKILL if now >= kill_at else 0) or now >= kill_at:
                 del self._lingering[group]
+        if now >= self._heir_due_at:
+            self._heir_due_at = float("inf")  # a worker that is born later sets it again
+            if self._zygote is not None and self._stop is None and self._workers():
+                self._beget(self._zygote)
+        if self._heir is not None and self._heir.ready and not self._forking:
+            self._succeed(self._heir)
         if self._stop is not None:
             self._advance_stop(self._stop, now)
 
@@ -361,8 +419,7 @@ class Spawner:
         children = tree.children(os.getpid())
         self._hear_forks()  # who was adopted from the zygote has said so before
         helpers = {pid for pid, process in self._processes.items() if not process.is_worker}
-        if self._zygote is not None:
-            helpers.add(self._zygote.pid)
+        helpers.update(zygote.pid for zygote in (self._zygote, self._heir) if zygote is not None)
         return [pid for pid in children if pid not in helpers]
 
     def _unborn(self) -> bool:

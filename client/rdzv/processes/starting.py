@@ -99,23 +99,63 @@ def _become(
         os._exit(127)
 
 
-class Zygote:
-    """The zygote, seen from the spawner, its parent."""
+def read_now(fd: int) -> bytes | None:
+    """What a descriptor that does not block has to say; None: nothing yet."""
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return None
 
-    def __init__(self, order: Order, ignored: frozenset[int]) -> None:
-        """Starts it. Raises OSError."""
+
+class Zygote:
+    """A zygote, seen from the spawner, its parent."""
+
+    def __init__(self, sock: socket.socket, pid: int, start_fd: int) -> None:
+        """`start_fd`: what tells how its start went."""
+        self.pid = pid
+        self.channel = Channel(sock)
+        self.ready = False
+        self.start_fd = start_fd
+        self._problem: Body = {}
+
+    @classmethod
+    def start(cls, order: Order, ignored: frozenset[int]) -> Zygote:
+        """The first one, by exec. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             order.fds.append(os.dup(theirs.fileno()))
             try:
-                self.pid, self._exec_fd = start(order, ignored)
+                zygote = cls(ours, *start(order, ignored))
             except OSError:
                 ours.close()
                 raise
-        self.channel = Channel(ours)
-        self.channel.post(order.body["prepare"])
-        self.ready = False
-        self._problem: Body = {}
+        zygote.channel.post(order.body["prepare"])
+        return zygote
+
+    def beget(self, modules: list[str]) -> Zygote:
+        """Have it fork the next one, which imports these modules as well. Its pid is 0 until `hear_pid`. Raises Gone,
+        OSError."""
+        start_fd, child_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ours, theirs = socket.socketpair()
+        try:
+            self.channel.post({"heir": modules}, [theirs.fileno(), child_fd])
+        except OSError:  # Gone is one
+            ours.close()
+            os.close(start_fd)
+            raise
+        finally:
+            theirs.close()
+            os.close(child_fd)
+        return Zygote(ours, 0, start_fd)
+
+    def hear_pid(self) -> None:
+        """Find out, of one that was begotten, which process it is, if that is known by now."""
+        if not self.pid:
+            text = read_now(self.start_fd) or b""
+            if text.isdigit():
+                self.pid = int(text)
+            elif text:
+                self._problem = {"text": text.decode("utf-8", "replace")}
 
     def fork(self, order: Order) -> int:
         """Have it fork a process that runs the order's script. Returns a descriptor that tells its pid, or why it could
@@ -141,14 +181,18 @@ class Zygote:
             else:
                 self._problem = body
 
-    def close(self) -> Body:
+    def close(self) -> None:
+        """Let it end, which it does when it hears no more."""
+        self.channel.close()
+        os.close(self.start_fd)
+
+    def bury(self) -> Body:
         """After its death. Returns what it said of it: `text`, and `missing`: there is just no torch."""
         try:
             while not self._problem:
                 self.hear()
         except Gone:
             pass
-        self.channel.close()
-        text = os.read(self._exec_fd, 4096).decode("utf-8", "replace")
-        os.close(self._exec_fd)
+        text = (read_now(self.start_fd) or b"").decode("utf-8", "replace")
+        self.close()
         return {"text": self._problem.get("text", text), "missing": self._problem.get("missing", False)}

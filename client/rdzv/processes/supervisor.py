@@ -14,9 +14,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from rdzv.errors import describe_exit
+from rdzv.processes.facts import (
+    HeirEnded,
+    Helper,
+    HelperEnded,
+    ProcessFact,
+    SpawnerEnded,
+    SpawnFailed,
+    WorkerCommand,
+    WorkerEnded,
+    ZygoteEnded,
+    ZygotePlan,
+)
 from rdzv.processes.spawner_process import SpawnerProcess, SpawnError, become_subreaper
 from rdzv.processes.wire import to_text
 
@@ -27,82 +39,9 @@ log = logging.getLogger(__name__)
 
 # A helper that is told to end has nothing to save.
 HELPER_GRACE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCommand:
-    """One worker to start. The working directory and umask are those the launcher was started with."""
-
-    local_rank: int
-    fork: bool = False  # from the zygote, if there is one: argv is PYTHON [-u] SCRIPT ... or PYTHON [-u] -m MODULE ...
-    argv: tuple[str, ...]  # argv[0] without a slash is looked up in the PATH of `env`
-    env: Mapping[str, str]  # all of it
-    stdin: int = 0
-    stdout: int = 1
-    stderr: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZygotePlan:
-    """A zygote that workers can be forked from."""
-
-    worker_argv: tuple[str, ...]  # of any worker: its python, which is run, and where it finds modules
-    env: Mapping[str, str]  # what workers are started with, less what is the round's or the rank's
-    modules: tuple[str, ...]  # to import, "torch" first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerEnded:
-    """A worker has ended, by itself or because it was stopped."""
-
-    round_uid: str
-    local_rank: int
-    exit_code: int  # 0 when a signal ended it
-    signal: int  # that ended it, or 0
-    at: float  # when it was noticed, by the loop's clock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HelperEnded:
-    """A helper has ended though nobody told it to, or could not be started by `begin_helper` (exit code 127)."""
-
-    name: str
-    exit_code: int
-    signal: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnerEnded:
-    """The spawner died, and with it all workers and helpers: their facts follow when they are gone. The next `spawn`
-    or `start_helper` starts a new one."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZygoteEnded:
-    """There is no zygote (any more): from here on all are started by exec. Those that run are not touched."""
-
-    text: str
-    missing: bool  # there is no torch: nothing is wrong
-
-
-ProcessFact: TypeAlias = WorkerEnded | HelperEnded | SpawnerEnded | ZygoteEnded
-
-
-class SpawnFailed(Exception):
-    """A worker could not be started, so that none of its round lives. `text` is for people."""
-
-    def __init__(self, local_rank: int, text: str) -> None:
-        super().__init__(f"local rank {local_rank}: {text}")
-        self.local_rank = local_rank
-        self.text = text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Helper:
-    name: str
-    pid: int
+# A spawner that has not stopped everybody so long after the grace is stuck, or was itself stopped: it is killed, and
+# the workers with it. (It sweeps for SWEEP_S, 5 s, at most.)
+STUCK_S = 10.0
 
 
 class _NotStarted(Exception):
@@ -230,7 +169,11 @@ class Supervisor:
         if self._stopping is None:
             self._stopping = self._loop.create_future()
         self._spawner.link.post({"do": "stop", "signal": int(signal), "grace_s": grace_s})
-        return await asyncio.shield(self._stopping)
+        stuck = self._loop.call_later(grace_s + STUCK_S, self._spawner.kill)
+        try:
+            return await asyncio.shield(self._stopping)
+        finally:
+            stuck.cancel()
 
     def fence(self, until: float | None) -> None:
         """At this instant of CLOCK_BOOTTIME all is killed, workers and helpers, whatever has become of this process.
@@ -418,6 +361,8 @@ class Supervisor:
             "do": "zygote",
             **_command((plan.worker_argv[0], "-u", script), plan.env),
             "prepare": {"argv": list(plan.worker_argv), "modules": list(plan.modules)},
+            "later": list(plan.later),
+            "later_s": plan.later_s,
         }
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -445,8 +390,9 @@ class Supervisor:
                     log.warning("%d processes could not be killed (uninterruptible sleep?)", body["left"])
                 self._stopped(body["left"])
             case "zygote_ended":
-                text = body["text"] or describe_exit(body["exit_code"], body["signal"])
-                self._tell(ZygoteEnded(text=text, missing=body["missing"]))
+                self._tell(ZygoteEnded(text=_what_ended_it(body), missing=body["missing"]))
+            case "heir_ended":
+                self._tell(HeirEnded(text=_what_ended_it(body)))
             case unknown:
                 raise ValueError(f"the spawner says {unknown!r}")
 
@@ -493,6 +439,11 @@ class Supervisor:
     def _deliver(self, fact: ProcessFact) -> None:
         if not self._closed:
             self._on_fact(fact)
+
+
+def _what_ended_it(body: Body) -> str:
+    text: str = body["text"] or describe_exit(body["exit_code"], body["signal"])
+    return text
 
 
 def _command(argv: Sequence[str], env: Mapping[str, str]) -> Body:

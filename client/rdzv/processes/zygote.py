@@ -7,14 +7,16 @@ because a fork of a process that has these hangs or fails.
 
 The wire. From the spawner, first what to prepare {argv, modules}: a worker's command line, and what to import, "torch"
 first. Then, whenever a process is wanted, {argv, env} and descriptors: those that become 0, 1, 2, ... of the new
-process, and one on which the process says its pid, or why there is none. To the spawner, each with a field `is`: ready;
-failed {text, missing}, before it gives up; `missing`: there is no torch to import.
+process, and one on which the process says its pid, or why there is none. With {heir: modules} instead the process that
+is wanted is the next zygote, which imports these as well, and its only descriptor is its wire. To the spawner, each
+with a field `is`: ready; failed {text, missing}, before it gives up; `missing`: there is no torch to import.
 
 What it forks is adopted by the spawner: it is forked by an intermediate process that ends at once.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import gc
@@ -28,6 +30,8 @@ import warnings
 
 TYPE_CHECKING = False  # as in typing, which costs milliseconds to import
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rdzv.processes import command_line
     from rdzv.processes.hidden import Recorder, Shelf, TorchVariables
     from rdzv.processes.script import Command
@@ -50,6 +54,9 @@ WIRE_FD = 3
 PR_SET_PDEATHSIG = 1
 # With it torch.cuda.is_available() asks NVML: a module that only asks this when it is imported may be preloaded.
 HARMLESS_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# Added to the priority value of the thread in which an heir imports: the workers of this node train beside it. Some
+# seconds of one CPU are to become a minute at most where no CPU is free.
+NICER_BY = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,8 +69,9 @@ class Request:
 
     def __init__(self, body: Body, fds: list[int]) -> None:
         *self.fds, self.start_fd = fds
-        self.argv = [to_bytes(word) for word in body["argv"]]
-        self.env = {to_bytes(name): to_bytes(value) for name, value in body["env"].items()}
+        self.heir: list[str] | None = body.get("heir")
+        self.argv = [to_bytes(word) for word in body.get("argv", ())]
+        self.env = {to_bytes(name): to_bytes(value) for name, value in body.get("env", {}).items()}
 
     def close(self) -> None:
         for fd in (*self.fds, self.start_fd):
@@ -76,38 +84,78 @@ class Request:
 # ---------------------------------------------------------------------------------------------------- what it imports
 
 
-def prepare(command: Command, modules: list[str]) -> Shelf:
-    """Import, as a worker would that runs this command. Raises Unfit, ModuleNotFoundError."""
-    command.set_up(list(sys.path))
-    umask, cwd = os.umask(0o077), os.getcwd()
-    os.umask(umask)
-    os.environ.setdefault(HARMLESS_CUDA_CHECK, "1")
-    recorder = Recorder()
-    threads = 0
-    for name in modules:
-        recorder.watch(name)
-        _import(name)
-        now = _harmful_threads(name)
-        if name != modules[0] and now > threads:
-            raise Unfit(f"--preload {name}: it starts {now - threads} thread(s), which forked workers would lack")
-        threads = now  # those that come with torch, if any, are known to do no harm
-    os.umask(umask)
-    os.chdir(cwd)
-    return recorder.hide()
+class Imports:
+    """What has been imported, on a shelf."""
+
+    def __init__(self, modules: list[str]) -> None:
+        """Import, as a worker would. Raises Unfit, ModuleNotFoundError."""
+        os.environ.setdefault(HARMLESS_CUDA_CHECK, "1")
+        self._recorder = Recorder()
+        self._threads = 0
+        self._import(modules[:1], _here)
+        self._threads = len(os.listdir("/proc/self/task"))  # those that come with torch, if any, do no harm
+        self._import(modules[1:], _here)
+        self.shelf = self._recorder.hide()
+
+    def add(self, modules: list[str]) -> None:
+        """Import these as well, and take one's time. Raises Unfit."""
+        self._recorder.resume(self.shelf)
+        self._import(modules, _aside, "--preload-later")
+        self.shelf = self._recorder.hide()
+
+    def _import(
+        self, modules: list[str], run: Callable[[Callable[[], object]], None], option: str = "--preload"
+    ) -> None:
+        umask, cwd = os.umask(0o077), os.getcwd()
+        os.umask(umask)
+        for name in modules:
+            self._recorder.watch(name)
+            try:
+                run(lambda name=name: importlib.import_module(name))  # type: ignore[misc]
+            except ModuleNotFoundError as error:
+                if error.name == "torch" == name:
+                    raise
+                raise Unfit(f"import {name}: {error}") from error
+            except BaseException as error:
+                raise Unfit(f"import {name}: {type(error).__name__}: {error}") from error
+            more = _harmful_threads(option, name) - self._threads
+            if self._threads and more > 0:
+                raise Unfit(f"{option} {name}: it starts {more} thread(s), which forked workers would lack")
+        os.umask(umask)
+        os.chdir(cwd)
 
 
-def _import(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == "torch" == name:
-            raise
-        raise Unfit(f"import {name}: {error}") from error
-    except BaseException as error:
-        raise Unfit(f"import {name}: {type(error).__name__}: {error}") from error
+def _here(act: Callable[[], object]) -> None:
+    act()
 
 
-def _harmful_threads(name: str) -> int:
+def _aside(act: Callable[[], object]) -> None:
+    """In a thread of low priority, which is gone when this returns. (Only a privileged process can raise its priority
+    again; but each thread has one of its own.) Raises what `act` raises."""
+    problems: list[BaseException] = []
+    threads: list[int] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            threads.append(_thread.get_native_id())
+            os.setpriority(os.PRIO_PROCESS, threads[0], os.getpriority(os.PRIO_PROCESS, 0) + NICER_BY)
+            act()
+        except BaseException as problem:  # noqa: BLE001  it is raised below
+            problems.append(problem)
+        finally:
+            done.release()
+
+    _thread.start_new_thread(run, ())
+    done.acquire()
+    while os.path.exists(f"/proc/self/task/{threads[0]}"):  # or it would be counted among those that a fork lacks
+        os.sched_yield()
+    if problems:
+        raise problems[0]
+
+
+def _harmful_threads(option: str, name: str) -> int:
     """How many threads there are that a fork does not end (OpenBLAS ends and restarts its own). Raises Unfit."""
     pid = _fork()
     if pid == 0:
@@ -115,7 +163,7 @@ def _harmful_threads(name: str) -> int:
         devices = [getattr(torch, kind, None) for kind in ("cuda", "xpu")]
         os._exit(any(getattr(device, "_is_in_bad_fork", bool)() for device in devices))
     if os.waitpid(pid, 0)[1]:
-        raise Unfit(f"--preload {name}: it initialises CUDA, which forked workers could not use then")
+        raise Unfit(f"{option} {name}: it initialises CUDA, which forked workers could not use then")
     return len(os.listdir("/proc/self/task"))
 
 
@@ -206,6 +254,14 @@ class Born:
         command.set_up(path)
         return command
 
+    def inherit(self, spawner: int) -> Channel:
+        """Be the next zygote. Returns its wire."""
+        (wire_fd,) = self.request.fds
+        os.dup2(wire_fd, WIRE_FD, inheritable=False)
+        os.close(wire_fd)
+        self.settle(spawner)
+        return Channel(socket.socket(fileno=WIRE_FD))
+
     def settle(self, spawner: int) -> None:
         """Returns once the spawner is the parent. From here on its death is this process's."""
         os.setsid()
@@ -240,19 +296,25 @@ def main() -> Command:
         select.select([channel], [], [])
         [(plan, _)] = channel.receive()
         prepared = Command(plan["argv"])
-        shelf = prepare(prepared, plan["modules"])
-        gc.collect()
-        gc.freeze()
-        channel.post({"is": "ready"})
-        born = serve(channel)
+        prepared.set_up(list(sys.path))
+        imports = Imports(plan["modules"])
+        while True:
+            gc.collect()
+            gc.freeze()
+            channel.post({"is": "ready"})
+            born = serve(channel)
+            channel.close()
+            if born.request.heir is None:
+                break
+            channel = born.inherit(spawner)
+            imports.add(born.request.heir)
     except Gone:
         os._exit(0)
     except (Unfit, ModuleNotFoundError) as problem:
         channel.post({"is": "failed", "text": str(problem), "missing": isinstance(problem, ModuleNotFoundError)})
         os._exit(1)
-    channel.close()
     rest = sys.path[1:] if sys.path[:1] == [prepared.path0] else list(sys.path)
-    command = born.become(shelf, rest)
+    command = born.become(imports.shelf, rest)
     born.settle(spawner)
     return command
 

@@ -15,6 +15,7 @@ from rdzv.console import Console
 from rdzv.convert import seat_out
 from rdzv.launcher import Launcher
 from rdzv.options import Options, parse
+from rdzv.processes import facts
 from rdzv.processes import supervisor as processes
 from rdzv.processes.stores import StoresUnavailable
 from rdzv.worker_env import worker_environment
@@ -141,7 +142,7 @@ class Node:
             self.world.say(f"the stores of {self.uid} are lost")
             self.stores.clear()
             self.supervisor.helper = False
-            fact = processes.HelperEnded(name=Stores.NAME, exit_code=1, signal=0)
+            fact = facts.HelperEnded(name=Stores.NAME, exit_code=1, signal=0)
             self.process.post(self.supervisor.on_fact, fact)
 
     # -------------------------------------------------------------------------------------------------- its truth
@@ -164,7 +165,7 @@ def _node() -> Node:
 class Supervisor:
     """As processes.Supervisor: what the launcher asks of its processes."""
 
-    def __init__(self, node: Node, on_fact: Callable[[processes.ProcessFact], None]) -> None:
+    def __init__(self, node: Node, on_fact: Callable[[facts.ProcessFact], None]) -> None:
         self._node, self.on_fact = node, on_fact
         self.helper = False
         self._withdrawn = False
@@ -173,15 +174,15 @@ class Supervisor:
         node.supervisor = self
 
     @classmethod
-    async def start(cls, on_fact: Callable[[processes.ProcessFact], None], **_: Any) -> Supervisor:
+    async def start(cls, on_fact: Callable[[facts.ProcessFact], None], **_: Any) -> Supervisor:
         return cls(_node(), on_fact)
 
-    async def spawn(self, round_uid: str, commands: Sequence[processes.WorkerCommand]) -> None:
+    async def spawn(self, round_uid: str, commands: Sequence[facts.WorkerCommand]) -> None:
         self._withdrawn = False
         node = self._node
         await asyncio.sleep(node.chance.uniform(*SPAWN_S))
         if self._withdrawn:
-            raise processes.SpawnFailed(0, "withdrawn")
+            raise facts.SpawnFailed(0, "withdrawn")
         workers = []
         for command in commands:
             env = command.env
@@ -210,7 +211,7 @@ class Supervisor:
         if self._closed:
             return
         now = asyncio.get_running_loop().time()
-        fact = processes.WorkerEnded(
+        fact = facts.WorkerEnded(
             round_uid=worker.round_uid,
             local_rank=worker.local_rank,
             exit_code=worker.exit_code,
@@ -289,7 +290,7 @@ class Workers:
 
     async def commands(
         self, seat: model.Assignment, *, endpoint: str, job_uid: str, scratch: str
-    ) -> list[processes.WorkerCommand]:
+    ) -> list[facts.WorkerCommand]:
         environments = [
             worker_environment(
                 {},
@@ -304,12 +305,12 @@ class Workers:
             )
             for local_rank in range(seat.slots)
         ]
-        return [processes.WorkerCommand(local_rank=i, argv=(), env=env) for i, env in enumerate(environments)]
+        return [facts.WorkerCommand(local_rank=i, argv=(), env=env) for i, env in enumerate(environments)]
 
     def started(self) -> None:
         pass
 
-    async def ended(self, fact: processes.WorkerEnded) -> model.WorkerEnded:
+    async def ended(self, fact: facts.WorkerEnded) -> model.WorkerEnded:
         found = [w for w in self._node.workers if (w.round_uid, w.local_rank) == (fact.round_uid, fact.local_rank)]
         hint = bool(found) and found[0].hint
         return model.WorkerEnded(
