@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class Launcher:
         """All at once: who is stopped cannot do anything about the death of another."""
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for name in names:
-                os.kill(self.pids[name], number)
+                with suppress(ProcessLookupError):  # of its death another has heard who clears up already
+                    os.kill(self.pids[name], number)
             if number == signal.SIGSTOP:
                 await until(lambda: {state(self.pids[name]) for name in names} == {"T"}, "all are stopped")
 
