@@ -56,6 +56,7 @@ class Attendance:
     """One attached node."""
 
     __slots__ = (
+        "attached",
         "broken",
         "heard_at",
         "lease_s",
@@ -74,6 +75,7 @@ class Attendance:
         self.run_id = run_id
         self.uid = uid
         self.stream = stream
+        self.attached = True  # it is in the table
         self.heard_at = now  # the last sign of life
         self.spoke_at = now  # the last message
         self.lease_s = lease_s
@@ -154,7 +156,7 @@ class Table:
 
     def stream_ended(self, row: Attendance, stream: Stream, now: float) -> bool:
         """Shorten the wait for a node whose newest stream broke to its grace. False: it was not its newest."""
-        if row.stream is not stream or self._rows.get((row.run_id, row.uid)) is not row:
+        if row.stream is not stream or not row.attached:
             return False
         # from now on, not from when it was last heard: until now the stream itself was a sign of life
         row.heard_at, row.broken = now, True
@@ -162,7 +164,8 @@ class Table:
         return True
 
     def drop(self, run_id: str, uid: NodeUid) -> None:
-        self._rows.pop((run_id, uid), None)
+        if (row := self._rows.pop((run_id, uid), None)) is not None:
+            row.attached = False
 
     def of(self, run_id: str, uids: Iterator[NodeUid]) -> list[Attendance]:
         """Return the rows of these nodes of a job, as far as they are attached."""
@@ -174,10 +177,10 @@ class Table:
         lost = []
         while self._turned * TICK_S <= now:
             for row in self._wheel.pop(self._turned, ()):
-                if self._rows.get((row.run_id, row.uid)) is not row or row.slot != self._turned:
+                if not row.attached or row.slot != self._turned:
                     continue
                 if row.deadline(self._timing) <= now:
-                    del self._rows[row.run_id, row.uid]
+                    self.drop(row.run_id, row.uid)
                     lost.append(row)
                 else:
                     self._put(row)

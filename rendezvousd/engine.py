@@ -81,6 +81,7 @@ class Room:
     withheld: bool = False  # nodes are not answered: what is being made durable breaks the round that would be named
     owed: dict[Stream, None] = field(default_factory=dict)  # streams that spoke and are yet to be answered ...
     pays_at: float | None = None  # ... then
+    paced: tuple[Job, int, Pace] | None = None  # for this job and so many attended nodes in all
     said: str = ""  # the last explanation logged, without its numbers
     _explained: tuple[Job, int, float, str] | None = None
 
@@ -186,8 +187,7 @@ class Engine:
 
     def heartbeat(self, row: Attendance, stream: Stream) -> bool:
         """Take in that a node is alive. False: it is not attended any more on this stream, so it must say all again."""
-        current = self.table.get(row.run_id, row.uid)
-        if current is not row or row.stream is not stream:
+        if not row.attached or row.stream is not stream:
             return False
         row.heard_at = row.spoke_at = self.clock.now()
         row.lease_s = self.pace(row.run_id).lease_s
@@ -214,10 +214,12 @@ class Engine:
         room = self.rooms.get(run_id)
         if room is None:
             return pace(self.timing, len(self.table))
-        if fence.stops(room.job):
-            return fence.pace(room.job)
-        expected = min(room.job.spec.min_nodes, self.limits.nodes_per_job)
-        return pace(room.job.spec.timing, max(len(self.table), len(room.job.nodes), expected))
+        job, attended = room.job, len(self.table)
+        if room.paced is None or room.paced[0] is not job or room.paced[1] != attended:
+            expected = min(job.spec.min_nodes, self.limits.nodes_per_job)
+            open_pace = pace(job.spec.timing, max(attended, len(job.nodes), expected))
+            room.paced = (job, attended, fence.pace(job) if fence.stops(job) else open_pace)
+        return room.paced[2]
 
     def room(self, run_id: str) -> Room:
         """Return a job's room. Raises NoSuchJob."""

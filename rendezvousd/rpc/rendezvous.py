@@ -7,7 +7,6 @@ is the job's common bytes, the node's own, and the acknowledgement, concatenated
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import Any, TypeAlias
 
@@ -106,13 +105,13 @@ class Renderer:
 
     def _own_bytes(self, room: Room, uid: NodeUid) -> bytes:
         job, engine = room.job, self.engine
-        kept = self._own.get((job.run_id, uid))
-        if kept is not None and kept[0] is job.running and job.running is not None:
+        kept, running = self._own.get((job.run_id, uid)), job.running
+        if kept is not None and running is not None and kept[0] is running:
             return kept[1]
         it = place(job, uid, engine.clock.now())
         data: bytes = status_pb(it, job.spec.max_restarts, engine.term).SerializeToString()
         if isinstance(it, Assigned):  # an assignment never changes while its round runs
-            self._own[job.run_id, uid] = (job.running, data)
+            self._own[job.run_id, uid] = (running, data)
         return data
 
 
@@ -213,9 +212,10 @@ class JoinStream:
             except NotLeader:
                 return  # all streams are about to be ended with the reason
             if data:
-                # a stream that is gone is its reader's news, not the writer's
-                with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                try:  # a stream that is gone is its reader's news, not the writer's
                     await self._context.write(data)
+                except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    return
 
 
 class RendezvousStreams:

@@ -148,6 +148,7 @@ def test_what_says_nothing_new_needs_no_note() -> None:
         (["--no-python"], "exec", ""),
         (["--no-python", "--start-method=zygote"], "exec", "--start-method=zygote has no effect"),
         (["--start-method=exec", "--preload=numpy"], "exec", "--preload has no effect"),
+        (["--start-method=exec", "--preload-later=numpy"], "exec", "--preload-later has no effect"),
     ],
 )
 def test_workers_are_forked_where_python_runs_source(given: list[str], method: str, note: str) -> None:
@@ -160,6 +161,9 @@ def test_workers_are_forked_where_python_runs_source(given: list[str], method: s
 def test_preloads_are_modules() -> None:
     assert options("--preload=numpy, a.b_c,").preload == ("numpy", "a.b_c")
     assert "--preload=a/b: 'a/b' is no module" in refusal("--preload=a/b")
+    assert options().preload_later == ("torch._dynamo",)
+    assert options("--preload-later=").preload_later == ()
+    assert options("--preload_later", "numpy,a.b_c").preload_later == ("numpy", "a.b_c")
 
 
 def test_variables_of_torchrun_are_honoured_or_explained() -> None:

@@ -108,6 +108,7 @@ class Imports:
     ) -> None:
         umask, cwd = os.umask(0o077), os.getcwd()
         os.umask(umask)
+        gc.disable()  # an eighth of the time of `import torch`, in which hardly anything becomes garbage
         for name in modules:
             self._recorder.watch(name)
             try:
@@ -121,6 +122,7 @@ class Imports:
             more = _harmful_threads(option, name) - self._threads
             if self._threads and more > 0:
                 raise Unfit(f"{option} {name}: it starts {more} thread(s), which forked workers would lack")
+        gc.enable()
         os.umask(umask)
         os.chdir(cwd)
 
@@ -299,8 +301,7 @@ def main() -> Command:
         prepared.set_up(list(sys.path))
         imports = Imports(plan["modules"])
         while True:
-            gc.collect()
-            gc.freeze()
+            gc.freeze()  # garbage and all: to find that takes longer than it is worth, and somebody is waiting
             channel.post({"is": "ready"})
             born = serve(channel)
             channel.close()
