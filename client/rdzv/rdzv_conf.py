@@ -123,8 +123,8 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 def _unknown(key: str) -> str:
     close = difflib.get_close_matches(key, known_keys(), n=1)
-    hint = f", did you mean {close[0]}?" if close else ";"
-    return f"unknown key {key}{hint} known keys: {', '.join(known_keys())}"
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(_READERS)}"
+    return f"unknown key {key}: {hint}"
 
 
 # ------------------------------------------------------------------------------------------------ values

@@ -314,7 +314,7 @@ def test_a_wrong_number_of_slots_is_refused(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--rdzv-conf=gorw=now", "unknown key gorw, did you mean grow?"),
+        ("--rdzv-conf=gorw=now", "unknown key gorw: did you mean grow?"),
         ("--rdzv-endpoint=http://head", "--rdzv-endpoint: 'http://head' is a URL or a path"),
         ("--rdzv-endpoint=", "--rdzv-endpoint=HOST[:PORT]"),
     ],

@@ -1,4 +1,4 @@
-"""The zygote: a process that has imported torch, and forks those that need it: workers, and the store holder.
+"""The zygote: a process that has imported torch, and forks those that need it: workers, the store holder, its heir.
 
 Run by path by the workers' interpreter, with the workers' flags, environment, working directory and dispositions, so
 that what it forks differs as little as may be from `python -u script.py` (script.py has the rest of that). Its wire to
@@ -92,7 +92,9 @@ class Imports:
         os.environ.setdefault(HARMLESS_CUDA_CHECK, "1")
         self._recorder = Recorder()
         self._threads = 0
+        gc.disable()  # an eighth of the time of `import torch`, in which hardly anything becomes garbage
         self._import(modules[:1], _here)
+        gc.enable()
         self._threads = len(os.listdir("/proc/self/task"))  # those that come with torch, if any, do no harm
         self._import(modules[1:], _here)
         self.shelf = self._recorder.hide()
@@ -108,7 +110,6 @@ class Imports:
     ) -> None:
         umask, cwd = os.umask(0o077), os.getcwd()
         os.umask(umask)
-        gc.disable()  # an eighth of the time of `import torch`, in which hardly anything becomes garbage
         for name in modules:
             self._recorder.watch(name)
             try:
@@ -122,7 +123,6 @@ class Imports:
             more = _harmful_threads(option, name) - self._threads
             if self._threads and more > 0:
                 raise Unfit(f"{option} {name}: it starts {more} thread(s), which forked workers would lack")
-        gc.enable()
         os.umask(umask)
         os.chdir(cwd)
 
@@ -142,7 +142,7 @@ def _aside(act: Callable[[], object]) -> None:
     def run() -> None:
         try:
             threads.append(_thread.get_native_id())
-            os.setpriority(os.PRIO_PROCESS, threads[0], os.getpriority(os.PRIO_PROCESS, 0) + NICER_BY)
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICER_BY)  # of this thread
             act()
         except BaseException as problem:  # noqa: BLE001  it is raised below
             problems.append(problem)
