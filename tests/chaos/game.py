@@ -42,7 +42,8 @@ SETTLED_S = 10.0  # a process so old has what it needs
 FOR_EVER_S = 10 * 86400.0
 # Growth is quick, and no number of broken rounds ends the job: here they are broken all the time.
 CONF = "last_call_timeout=2,grow_timeout=2,grow_max=10,short_rounds_max=1000000"
-LOG_OPTIONS = ("--redirects=1", "--shutdown-timeout=5", "--preload=torch._dynamo")
+# What DDP needs is there from the first round on, and every zygote has an heir all the same.
+LOG_OPTIONS = ("--redirects=1", "--shutdown-timeout=5", "--preload=torch._dynamo", "--preload-later=mailbox")
 DAEMON_OPTIONS = ("--calm-soon=0",)
 
 
