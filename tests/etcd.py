@@ -104,7 +104,20 @@ class Member:
         self.process.wait()
 
     def freeze(self) -> None:
+        """Returns when none of its threads runs any more: on a busy machine that is not at once."""
         self._send(signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._is_frozen():
+            assert time.monotonic() < deadline, "it does not stop"
+            time.sleep(0.001)
+
+    def _is_frozen(self) -> bool:
+        assert self.process is not None
+        try:
+            stats = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except OSError:
+            return False  # one that runs has just ended
+        return all(stat[stat.rindex(")") + 2] in "Tt" for stat in stats)
 
     def thaw(self) -> None:
         self._send(signal.SIGCONT)
