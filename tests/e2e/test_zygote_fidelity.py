@@ -1,5 +1,6 @@
-"""A worker that was forked from the zygote against the same one run as `python -u script.py`: what it sees, what it
-prints, how it ends. What may differ is listed here, and nothing else does; docs/zygote.md has the same list for people.
+"""A worker that was forked from the zygote, or from its heir, against the same one run as `python -u script.py`: what
+it sees, what it prints, how it ends. What may differ is listed here, and nothing else does; docs/zygote.md has the same
+list for people.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -25,6 +27,11 @@ pytestmark = pytest.mark.xdist_group("fidelity")  # who runs these runs all of t
 
 FOLDER = Path(__file__).parent / "fidelity"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "zygote.md"
+WAYS = ("zygote", "heir")
+LATER = "torch._dynamo"  # what rdzvrun has an heir import
+# Exits with 0 in a worker of the heir.
+ASKS = f"""import sys
+sys.exit(not any(hasattr(finder, "get") and finder.get("{LATER}") for finder in sys.meta_path))"""
 AT_ONCE = 3  # of these processes; some of them start others
 
 # What the probe may see otherwise in a forked worker: the item, and the words of docs/zygote.md.
@@ -83,6 +90,7 @@ def _lay_out(here: Path) -> None:
         "bare/__init__.py": "",
         "links/nothing": "",
         "scripts/neighbour.py": "VALUE = 42",
+        "asks.py": ASKS,
         "scripts/broken_module.py": "def f(:",
         "input": "a line\nand the rest",
         **{f"scripts/{name}.py": text for name, text in SCRIPTS.items()},
@@ -143,12 +151,16 @@ class Runs:
         else:
             assert not isinstance(fact, ZygoteEnded), fact
 
-    async def all(self, commands: Mapping[str, tuple[str, ...]], *, forked: bool) -> dict[str, Outcome]:
+    async def all(self, commands: Mapping[str, tuple[str, ...]], way: str = "") -> dict[str, Outcome]:
+        """Way: "zygote", "heir"; empty: by exec."""
         supervisor = None
-        if forked:
-            plan = ZygotePlan(worker_argv=commands["relative"], env=self._env, modules=("torch",))
+        if way:
+            argv, later = commands["relative"], (LATER,) if way == "heir" else ()
+            plan = ZygotePlan(worker_argv=argv, env=self._env, modules=("torch",), later=later, later_s=0.0)
             supervisor = await Supervisor.start(self._told, zygote=plan)
         try:
+            while way == "heir" and (await self._case("asks", (*argv[:2], "asks.py"), supervisor)).code:
+                pass  # asked again
             found = await asyncio.gather(*(self._case(name, argv, supervisor) for name, argv in commands.items()))
         finally:
             if supervisor is not None:
@@ -158,14 +170,11 @@ class Runs:
         return dict(zip([*commands, "unclosed file"], found, strict=True))
 
 
-@dataclass(frozen=True)
-class Both:
-    plain: dict[str, Outcome]
-    forked: dict[str, Outcome]
+Outcomes: TypeAlias = dict[str, dict[str, Outcome]]  # by way, "" for exec, and case
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """Everything is run once here: importing torch takes longer than all the rest."""
     here = tmp_path_factory.mktemp("fidelity")
     _lay_out(here)
@@ -174,16 +183,16 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     try:
         env = {**os.environ, "OMP_NUM_THREADS": "2", "ODD": "\udcff=\udce9", "PYTHONPATH": ""}
         commands = _commands(here)
-        plain = asyncio.run(Runs(here, env).all(commands, forked=False))
-        yield Both(plain, asyncio.run(Runs(here, env).all(commands, forked=True)))
+        yield {way: asyncio.run(Runs(here, env).all(commands, way)) for way in ("", *WAYS)}
     finally:
         os.chdir(before)
 
 
 @pytest.mark.timeout(600)  # the first to come runs everything
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SCRIPTS, *NOWHERE, "unclosed file"])
-def test_a_script_does_the_same(both: Both, name: str) -> None:
-    plain, forked = both.plain[name], both.forked[name]
+def test_a_script_does_the_same(outcomes: Outcomes, name: str, way: str) -> None:
+    plain, forked = outcomes[""][name], outcomes[way][name]
     if name in SHOWS_FRAMES:
         assert forked.stderr.startswith(plain.stderr.rstrip("\n").partition("\n\nExtension modules")[0])
     else:
@@ -192,9 +201,10 @@ def test_a_script_does_the_same(both: Both, name: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PLACES)
-def test_a_script_sees_the_same(both: Both, name: str) -> None:
-    plain, forked = both.plain[name], both.forked[name]
+def test_a_script_sees_the_same(outcomes: Outcomes, name: str, way: str) -> None:
+    plain, forked = outcomes[""][name], outcomes[way][name]
     assert (forked.stderr, forked.code) == (plain.stderr, plain.code) == ("", 0)
     seen, expected = json.loads(forked.stdout), json.loads(plain.stdout)
     assert {k: v for k, v in seen.items() if k not in MAY_DIFFER} == {
