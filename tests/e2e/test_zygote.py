@@ -388,7 +388,7 @@ def test_an_heir_imports_at_a_low_priority_and_those_it_forks_run_at_the_usual_o
         async with warm(tmp_path, later=("slow",)) as n:
             n.script("slow.py", "import os", "NICE = os.getpriority(os.PRIO_PROCESS, 0)")
             lines = ["import os, slow, sys", "here = os.getpriority(os.PRIO_PROCESS, 0)"]
-            asks = n.script("asks.py", *lines, "sys.exit(not slow.NICE > here)")
+            asks = n.script("asks.py", *lines, "sys.exit(slow.NICE != min(here + 10, 19))")
             sleeper = n.script("sleeper.py", *SLEEP)
             await n.ready()
             former = await n.zygote_pid()

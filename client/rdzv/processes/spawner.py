@@ -294,7 +294,7 @@ class Spawner:
         process = self._processes[pid] = Process(order, pid)
         self._channel.post({"is": "started", "id": order.ident, "pid": pid})
         if self._later and process.is_worker:
-            self._heir_due_at = min(self._heir_due_at, time.monotonic() + self._later_s)
+            self._heir_due_at = time.monotonic() + self._later_s
         if order.withdrawn:  # it has run nothing that deserves a grace
             signal_group(process, signal.SIGKILL)
 
@@ -325,7 +325,7 @@ class Spawner:
             if heir.pid:
                 send(os.kill, heir.pid, signal.SIGKILL)  # it is buried when it is reaped
             else:
-                self._bury_heir(heir, {"exit_code": 0, "signal": 0})
+                self._bury_heir(heir, {"text": "the zygote ended first", "exit_code": 0, "signal": 0})
 
     def _succeed(self, heir: Zygote) -> None:
         """The heir is the zygote from now on; the one before it ends when it hears no more."""
