@@ -216,10 +216,12 @@ class Engine:
             return pace(self.timing, len(self.table))
         job, attended = room.job, len(self.table)
         if room.paced is None or room.paced[0] is not job or room.paced[1] != attended:
-            expected = min(job.spec.min_nodes, self.limits.nodes_per_job)
-            open_pace = pace(job.spec.timing, max(attended, len(job.nodes), expected))
-            room.paced = (job, attended, fence.pace(job) if fence.stops(job) else open_pace)
+            room.paced = (job, attended, fence.pace(job) if fence.stops(job) else self._open_pace(job))
         return room.paced[2]
+
+    def _open_pace(self, job: Job) -> Pace:
+        expected = min(job.spec.min_nodes, self.limits.nodes_per_job)
+        return pace(job.spec.timing, max(len(self.table), len(job.nodes), expected))
 
     def room(self, run_id: str) -> Room:
         """Return a job's room. Raises NoSuchJob."""

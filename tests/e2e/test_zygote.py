@@ -299,13 +299,24 @@ def test_a_zygote_that_is_stuck_holds_up_no_stop(tmp_path: Path) -> None:
 
 # A module that takes until there is a file `go`, and says so by one named `begun`.
 SLOW = [
-    "import os, pathlib, time, json.tool",
+    "import os, pathlib, time",
     "HERE, PID = pathlib.Path(__file__).parent, os.getpid()",
     "(HERE / 'begun').touch()",
     "while not (HERE / 'go').exists(): time.sleep(0.01)",
 ]
 # A worker that exits with 0 if the module was there before it imported it, and was not to be seen.
 ASKS = ["import os, sys", "assert 'slow' not in sys.modules", "import slow", "sys.exit(slow.PID == os.getpid())"]
+
+
+async def expecting(n: WarmNode) -> tuple[int, Path, Path]:
+    """A round runs, and an heir imports SLOW. Returns the pid of the zygote, and the scripts of workers."""
+    n.script("slow.py", *SLOW)
+    sleeper, asks = n.script("sleeper.py", *SLEEP), n.script("asks.py", *ASKS)
+    await n.ready()
+    former = await n.zygote_pid()
+    await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
+    await until((n.folder / "begun").exists, "the heir imports")
+    return former, sleeper, asks
 
 
 async def replaced(n: WarmNode, former: int) -> None:
@@ -317,12 +328,7 @@ async def replaced(n: WarmNode, former: int) -> None:
 def test_what_is_imported_beside_the_first_round_is_there_in_the_next(tmp_path: Path) -> None:
     async def story() -> None:
         async with warm(tmp_path, later=("slow",)) as n:
-            n.script("slow.py", *SLOW)
-            sleeper, asks = n.script("sleeper.py", *SLEEP), n.script("asks.py", *ASKS)
-            await n.ready()
-            former = await n.zygote_pid()
-            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
-            await until((tmp_path / "begun").exists, "the heir imports")
+            former, sleeper, asks = await expecting(n)
             await n.supervisor.spawn("r1", [n.forked(1, sleeper)])  # nobody waits for it
             (tmp_path / "go").touch()
             await replaced(n, former)
@@ -338,12 +344,7 @@ def test_what_is_imported_beside_the_first_round_is_there_in_the_next(tmp_path: 
 def test_an_heir_outlives_the_stop_of_the_round_and_the_death_of_the_zygote(tmp_path: Path) -> None:
     async def story() -> None:
         async with warm(tmp_path, later=("slow",)) as n:
-            n.script("slow.py", *SLOW)
-            sleeper, asks = n.script("sleeper.py", *SLEEP), n.script("asks.py", *ASKS)
-            await n.ready()
-            former = await n.zygote_pid()
-            await n.supervisor.spawn("r1", [n.forked(0, sleeper)])
-            await until((tmp_path / "begun").exists, "the heir imports")
+            former, _, asks = await expecting(n)
             assert await n.supervisor.stop(grace_s=0.2) == 0
             await n.fact(WorkerEnded)
             os.kill(former, signal.SIGKILL)

@@ -135,18 +135,13 @@ class Zygote:
     def beget(self, modules: list[str]) -> Zygote:
         """Have it fork the next one, which imports these modules as well. Its pid is 0 until `hear_pid`. Raises Gone,
         OSError."""
-        start_fd, child_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         ours, theirs = socket.socketpair()
-        try:
-            self.channel.post({"heir": modules}, [theirs.fileno(), child_fd])
-        except OSError:  # Gone is one
-            ours.close()
-            os.close(start_fd)
-            raise
-        finally:
-            theirs.close()
-            os.close(child_fd)
-        return Zygote(ours, 0, start_fd)
+        with theirs:
+            try:
+                return Zygote(ours, 0, self._ask({"heir": modules}, [theirs.fileno()]))
+            except OSError:
+                ours.close()
+                raise
 
     def hear_pid(self) -> None:
         """Find out, of one that was begotten, which process it is, if that is known by now."""
@@ -160,10 +155,13 @@ class Zygote:
     def fork(self, order: Order) -> int:
         """Have it fork a process that runs the order's script. Returns a descriptor that tells its pid, or why it could
         not be started, or just ends when it will never be. Raises Gone, OSError. The order's descriptors are copied."""
+        return self._ask({"argv": order.body["argv"], "env": order.body["env"]}, order.fds)
+
+    def _ask(self, body: Body, fds: list[int]) -> int:
+        """For a process. Returns the descriptor that tells its pid. Raises Gone, OSError."""
         start_fd, child_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        body = {"argv": order.body["argv"], "env": order.body["env"]}
         try:
-            self.channel.post(body, [*order.fds, child_fd])
+            self.channel.post(body, [*fds, child_fd])
         except OSError:  # Gone is one
             os.close(start_fd)
             raise
