@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.processes import tree
+from rdzv.processes import stores, tree
 from rdzv.processes.facts import HelperEnded
 from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
@@ -107,6 +107,55 @@ def test_an_address_may_be_used_before_torch_is_imported() -> None:
             await holder.drop("b")
             await until(lambda: refused(port), "the dropped store's port is free")
             assert await user.count(other) == 2, "other stores are not touched"
+
+    asyncio.run(story())
+
+
+def _has_whole_torch(pid: int) -> bool:
+    return b"libtorch_global_deps" in Path(f"/proc/{pid}/maps").read_bytes()  # the first thing that is loaded then
+
+
+# Put before a script: torch's store alone cannot be had, in one way or another.
+PARTS_MISSING = {
+    "a version that was not tried": "bare_torch.TRIED = (0, 1), (0, 2)",
+    "torch._C cannot be imported alone": "sys.meta_path.insert(0, Refuses())",
+}
+REFUSES = """
+import sys
+sys.path.insert(0, {folder!r})
+import bare_torch
+sys.path.remove({folder!r})
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C" and not hasattr(sys.modules["torch"], "__file__"):
+            raise ImportError("not alone")
+"""
+
+
+def test_a_store_is_made_of_a_small_part_of_torch() -> None:
+    async def story() -> None:
+        async with holder_node() as (_, holder), client() as user:
+            assert await user.count(await holder.open("a")) == 1
+            [pid] = _holders(os.getpid())
+            assert not _has_whole_torch(pid)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("missing", PARTS_MISSING)
+def test_where_the_part_cannot_be_had_the_whole_of_torch_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    setting = REFUSES.format(folder=str(Path(stores.__file__).parent)) + PARTS_MISSING[missing]
+    script(tmp_path / "sitecustomize.py", [setting])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def story() -> None:
+        async with holder_node() as (_, holder), client() as user:
+            assert await user.count(await holder.open("a")) == 1
+            [pid] = _holders(os.getpid())
+            assert _has_whole_torch(pid)
 
     asyncio.run(story())
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from operator import le
 from pathlib import Path
 
 import pytest
@@ -143,17 +144,19 @@ def test_rounds_leave_no_descriptors_behind(tmp_path: Path) -> None:
             await n.ready()
             pids = os.getpid(), n.supervisor.spawner_pid, await n.zygote_pid()
 
-            async def round_trip(uid: str) -> list[int]:
-                await n.supervisor.spawn(uid, [n.forked(rank, sleeper) for rank in range(2)])
+            def counts() -> list[int]:
+                return [fds(pid) for pid in pids]
+
+            seen = []
+            for number in range(20):
+                await n.supervisor.spawn(f"r{number}", [n.forked(rank, sleeper) for rank in range(2)])
                 assert await n.supervisor.stop(grace_s=HOUR_S) == 0
                 for _ in range(2):
                     assert (await n.fact(WorkerEnded)).signal == signal.SIGTERM
-                return [fds(pid) for pid in pids]
-
-            first = await round_trip("first")
-            for number in range(20):
-                last = await round_trip(f"r{number}")
-            assert last == first
+                seen.append(counts())
+            # Somebody may still be closing its copies when it is looked at.
+            fewest = [min(of_one) for of_one in zip(*seen, strict=True)]
+            await until(lambda: all(map(le, counts(), fewest)), f"no more than {fewest}")
 
     asyncio.run(story())
 

@@ -19,6 +19,7 @@ Who is who, and what each file is for:
         │ command_line.py what `ps` shows
         ├ worker        its parent is the spawner, however it was started
         └ store holder  store_holder.py, run by path: serves the bootstrap stores
+          bare_torch.py   its import of so much of torch as a store needs
     shared
       wire.py             frames and descriptors between two of them
       tree.py             who descends from whom

@@ -1,8 +1,8 @@
 """The store holder: one process per node that serves its bootstrap stores, one for each offer.
 
-Run by path, by the interpreter that the workers use, with its wire to the launcher as descriptor 3. It imports torch
-once. What is to be served is a socket that listens already: whoever connects before torch is imported waits in its
-backlog.
+Run by path, by the interpreter that the workers use, with its wire to the launcher as descriptor 3. It imports torch's
+store once, alone if that can be (bare_torch.py), else with all of torch, as it does if its argument is `whole`. What is
+to be served is a socket that listens already: whoever connects before the import is done waits in its backlog.
 
 The wire. From the launcher, each with a field `do`: serve {offer_id, port} + the listening socket; drop {offer_id}.
 To the launcher: failed {text}, before this process gives up. It ends when the launcher closes the wire.
@@ -19,13 +19,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rdzv.processes import bare_torch
     from rdzv.processes.wire import Body, Channel, Gone
 else:  # run by path: sys.path[0] is this directory, and must not be where torch's own imports look
+    import bare_torch
     from wire import Channel, Gone
 
     del sys.path[0]
 
 WIRE_FD = 3
+WHOLE = "whole"
 # torch's libuv server takes over a listening socket since 2.8; before, only the older server does.
 LIBUV_TAKES_SOCKETS = (2, 8)
 # Our own connection to the store that we serve, through the loopback and behind those who came earlier.
@@ -39,17 +42,13 @@ class Holder:
 
     def run(self) -> None:
         """Serve until the launcher is gone, which Gone tells."""
-        import torch
-        from torch.distributed import TCPStore
-
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        use_libuv = version >= LIBUV_TAKES_SOCKETS
+        make, use_libuv = _tcp_store(), bare_torch.version() >= LIBUV_TAKES_SOCKETS
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         while True:
             poll.poll()
             for body, fds in self._channel.receive():
-                self._obey(TCPStore, use_libuv, body, fds)
+                self._obey(make, use_libuv, body, fds)
 
     def _obey(self, make: Any, use_libuv: bool, body: Body, fds: list[int]) -> None:
         match body["do"]:
@@ -70,6 +69,21 @@ class Holder:
                 self._stores.pop(body["offer_id"], None)
             case unknown:
                 raise ValueError(f"the launcher asks for {unknown!r}")
+
+
+def _tcp_store() -> Any:
+    """torch's class. Whatever goes wrong with it alone: this process begins again, with the whole."""
+    if sys.argv[1:] != [WHOLE]:
+        try:
+            return bare_torch.tcp_store()
+        except bare_torch.WholeTorch:
+            pass
+        except Exception:  # noqa: BLE001  nothing was heard or said on the wire yet
+            os.set_inheritable(WIRE_FD, True)
+            os.execv(sys.executable, [*sys.orig_argv, WHOLE])
+    from torch.distributed import TCPStore
+
+    return TCPStore
 
 
 def main() -> int:
