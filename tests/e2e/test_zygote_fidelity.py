@@ -49,16 +49,16 @@ _ADDRESS = re.compile("0x[0-9a-f]+")
 SHOWS_FRAMES = ("faults", "dumps")
 
 PLACES: dict[str, tuple[str, ...]] = {
-    "relative": ("tree/probe.py", "--lr", "0.1", ""),
+    "relative": ("tree/probe.py", "--lr", "0.1", "", "libraries"),
     "dotted": ("./tree/../tree/./probe.py",),
     "absolute": ("{here}/tree/probe.py",),
     "link": ("tree/link.py",),
     "far link": ("links/far.py",),
     "linked directory": ("linked/probe.py",),
     "spaces": ("with spaces/my probe.py", "a b"),
-    "zip": ("archive.zip", "x"),
+    "zip": ("archive.zip", "libraries"),
     "directory": ("folder", "x"),
-    "module": ("-m", "package.probe", "-m", "x"),
+    "module": ("-m", "package.probe", "-m", "x", "libraries"),
     "package": ("-m", "package"),
 }
 NOWHERE: dict[str, tuple[str, ...]] = {

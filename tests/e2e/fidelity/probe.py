@@ -1,4 +1,5 @@
-"""Prints, as JSON, what a script can tell of the process that it runs in, item by item."""
+"""Prints, as JSON, what a script can tell of the process that it runs in, item by item; with `libraries` as its last
+argument also what it can tell of torch and others, which takes longer than all the rest."""
 
 import atexit
 import builtins
@@ -164,4 +165,5 @@ def libraries() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({**process(), **interpreter(), **main_module(), **libraries()}))
+    seen = {**process(), **interpreter(), **main_module()}
+    print(json.dumps({**seen, **(libraries() if sys.argv[-1] == "libraries" else {})}))
