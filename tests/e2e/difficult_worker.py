@@ -1,5 +1,7 @@
 """A worker with the children that real ones have and worse: in its group, in a session of its own, orphaned and deaf to
 TERM, stopped, and one that starts its successor whenever it is about to end. `difficult_worker.py [deaf] [stopped]`.
+
+Who is going to stay is named so, for the kernel, once it is what it is to be.
 """
 
 import os
@@ -10,6 +12,8 @@ from collections.abc import Callable
 
 # This process and the children below.
 PROCESSES = 6
+STAYING = 5
+NAME = "stays"
 
 
 def child(prepare: Callable[[], object]) -> None:
@@ -18,7 +22,13 @@ def child(prepare: Callable[[], object]) -> None:
         sleep()
 
 
+def stays() -> None:
+    with open("/proc/self/comm", "w") as name:
+        name.write(NAME)
+
+
 def sleep() -> None:
+    stays()
     while True:
         time.sleep(60)
 
@@ -36,6 +46,7 @@ def orphan() -> None:
 
 def stopped() -> None:
     deaf()
+    stays()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -79,6 +79,14 @@ def state(pid: int) -> str:
     return stat[stat.rindex(")") + 2]
 
 
+def comm(pid: int) -> str:
+    """As the kernel shows it; empty: there is no such process."""
+    try:
+        return Path("/proc", str(pid), "comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
 def cmdline(pid: int) -> bytes:
     """Empty: there is no such process."""
     try:

@@ -18,14 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import difficult_worker
-from tests.e2e.processes_kit import LIMIT_S, marked, state, until
+from tests.e2e.processes_kit import LIMIT_S, comm, marked, state, until
 
 DRIVER = Path(__file__).with_name("orphan_driver.py")
 HELPERS = ("keeper", "spawner", "zygote")
 EVERYBODY = ("launcher", *HELPERS)
 # Two workers; launcher, keeper, spawner, zygote, and a helper. Less two that replace themselves, and may be missed.
 PROCESSES = 2 * difficult_worker.PROCESSES + 5 - 2
-STAYING = PROCESSES - 1  # without the launcher
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,10 @@ class Launcher:
     def others(self) -> list[int]:
         """Who lives of all but the launcher itself."""
         return [pid for pid in marked(self.mark) if pid != self.pids["launcher"]]
+
+    def workers(self) -> list[int]:
+        """Those of the workers and their children that are there to stay."""
+        return [pid for pid in self.others() if comm(pid) == difficult_worker.NAME]
 
     async def kill(self, names: Iterable[str]) -> None:
         """All at once: who is stopped cannot do anything about the death of another."""
@@ -97,17 +100,12 @@ def test_a_helper_that_hangs_keeps_nobody_alive(hung: str) -> None:
 def test_the_death_of_a_zygote_touches_no_worker() -> None:
     async def story() -> None:
         async with launcher() as it:
-            staying = set(it.others())
-
-            def only_they() -> bool:
-                """Two replace themselves all the time: the others are those that were there whenever one looked."""
-                staying.intersection_update(it.others())
-                return len(staying) == STAYING
-
-            await until(only_they, "it is known who stays")
+            await until(lambda: len(it.workers()) == 2 * difficult_worker.STAYING, "they are there")
+            before = it.workers()
             await it.kill(["zygote"])
             await until(lambda: it.pids["zygote"] not in it.others(), "the zygote is gone")
-            assert staying - set(it.others()) == {it.pids["zygote"]}
+            assert it.workers() == before
+            assert {it.pids["keeper"], it.pids["spawner"]} <= set(it.others())
 
     asyncio.run(story())
 
