@@ -2,6 +2,7 @@
 
     stand_in.py                 steps by itself; starts in milliseconds, and no worker needs another
     stand_in.py --all-reduce    each step is a collective of all ranks, with torch and gloo
+    stand_in.py --cuda          each step is a collective of all ranks, each on the GPU of its local rank, with NCCL
     stand_in.py --hasty         dies at once when a collective fails, as NCCL's watchdog has it
     stand_in.py --record        what goes wrong is also written where torch's `record` writes it
 
@@ -90,13 +91,15 @@ def train(reduce: Reduce) -> None:
     say("end")
 
 
-def train_together(*, hasty: bool) -> None:
+def train_together(*, hasty: bool, cuda: bool) -> None:
     """The same in a process group of all ranks."""
     import torch
     import torch.distributed as dist
 
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+
     def greatest(numbers: list[int]) -> list[int]:
-        tensor = torch.tensor(numbers)
+        tensor = torch.tensor(numbers, device=device)
         try:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         except RuntimeError:
@@ -106,7 +109,9 @@ def train_together(*, hasty: bool) -> None:
             raise
         return [int(number) for number in tensor]
 
-    dist.init_process_group("gloo")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
     train(greatest)
     # Older torch (2.4 to 2.6 at least) now and then locks up where a group is destroyed while its own thread still lets
     # go of the last collective's tensor: the one waits for the thread, and the thread for the interpreter lock.
@@ -124,13 +129,14 @@ def recorded(body: Callable[[], Any]) -> Callable[[], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all-reduce", action="store_true")
+    parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--hasty", action="store_true")
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
 
     def body() -> None:
-        if options.all_reduce or options.hasty:
-            train_together(hasty=options.hasty)
+        if options.all_reduce or options.hasty or options.cuda:
+            train_together(hasty=options.hasty, cuda=options.cuda)
         else:
             train(lambda numbers: numbers)
 
