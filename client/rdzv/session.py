@@ -252,6 +252,8 @@ class Session:
             return await _within(patience_s - connect_s, reading)
         finally:
             reading.cancel()
+            # It may fail in the same instant, which asyncio would show to people, at length, if nobody asked.
+            reading.add_done_callback(lambda read: read.cancelled() or read.exception())
 
     def _patience_s(self) -> float:
         several = len(self._endpoints) > 1

@@ -13,14 +13,9 @@ from pathlib import Path
 from rdzv.processes import tree
 from rdzv.processes.facts import ProcessFact, WorkerCommand, ZygotePlan
 from rdzv.processes.supervisor import Supervisor
-from tests.e2e.processes_kit import cmdline
+from tests.e2e.processes_kit import zygote_among
 
 DIFFICULT = str(Path(__file__).with_name("difficult_worker.py"))
-
-
-def named(pid: int) -> list[str]:
-    """What the process is, of those that are to be told from the others."""
-    return [name for name in ("zygote",) if name.encode() in cmdline(pid)]
 
 
 async def main(module: str, isolate: bool) -> None:
@@ -32,7 +27,7 @@ async def main(module: str, isolate: bool) -> None:
     commands = [WorkerCommand(local_rank=rank, fork=rank == 0, argv=argv, env=dict(os.environ)) for rank in range(2)]
     await supervisor.spawn("round", commands)
     who = {"launcher": os.getpid(), "keeper": supervisor.keeper_pid, "spawner": supervisor.spawner_pid}
-    who |= {name: pid for pid in tree.children(supervisor.spawner_pid) for name in named(pid)}
+    who["zygote"] = await zygote_among(lambda: tree.children(supervisor.spawner_pid))
     print(json.dumps(who), flush=True)
     await asyncio.Event().wait()
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -105,6 +105,16 @@ async def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {LIMIT_S:.0f} s: {what}"
         await asyncio.sleep(0.01)
+
+
+async def zygote_among(pids: Callable[[], Iterable[int]]) -> int:
+    """Returns its pid. A worker that was forked a moment ago still has the zygote's command line."""
+
+    def zygotes() -> list[int]:
+        return [pid for pid in pids() if b"zygote.py" in cmdline(pid)]
+
+    await until(lambda: len(zygotes()) == 1, "one process is the zygote")
+    return zygotes()[0]
 
 
 def script(path: Path, lines: Sequence[str]) -> Path:

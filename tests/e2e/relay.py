@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 class Relay:
-    """Carries bytes both ways. While it is `cut`, connections stay open and nothing gets through."""
+    """Carries bytes both ways. While it is `cut` nothing gets through, nor does the end of a connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -30,7 +30,9 @@ class Relay:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             there, back = await asyncio.open_connection("127.0.0.1", self._port)
             try:
-                await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+                with contextlib.suppress(OSError):
+                    await asyncio.gather(self._carry(reader, back), self._carry(there, writer))
+                await self._whole.wait()
             finally:
                 back.close()
                 writer.close()
@@ -40,6 +42,7 @@ class Relay:
             await self._whole.wait()
             sink.write(data)
             await sink.drain()
+        await self._whole.wait()
         sink.close()
 
 

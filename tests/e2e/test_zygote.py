@@ -29,7 +29,7 @@ from rdzv.processes.facts import (
 from rdzv.processes.supervisor import Supervisor
 from tests.e2e import difficult_worker
 from tests.e2e.kit import Stage
-from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, script, state, until
+from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, script, state, until, zygote_among
 
 DIFFICULT = Path(__file__).with_name("difficult_worker.py")
 HOUR_S = 3600.0
@@ -57,13 +57,7 @@ class WarmNode(Node):
         assert (await self.fact(HelperEnded)).exit_code == 0
 
     async def zygote_pid(self) -> int:
-        """A worker that was forked a moment ago still has the zygote's command line."""
-
-        def pids() -> list[int]:
-            return [pid for pid in marked(self.mark) if b"zygote.py" in cmdline(pid)]
-
-        await until(lambda: len(pids()) == 1, "one process is the zygote")
-        return pids()[0]
+        return await zygote_among(lambda: marked(self.mark))
 
 
 @asynccontextmanager

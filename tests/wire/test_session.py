@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import pytest
 
+from rdzv import session
 from rdzv.convert import Identity
 from rdzv.endpoints import Endpoint
 from rdzv.model import Assignment, Failure, Held, Known, Offer, Phase, Place, Standing, Waiting
@@ -147,10 +150,10 @@ def test_a_change_is_sent_without_waiting_for_the_heartbeat_and_flush_waits_for_
             return place
 
         daemon.answer = rarely
-        async with daemon.serving(), attending(daemon.port) as (session, heard):
+        async with daemon.serving(), attending(daemon.port) as (ours, heard):
             await until(lambda: heard.places)
-            session.tell(Standing(leaving="SIGTERM"))
-            assert await session.flush(PATIENCE_S)
+            ours.tell(Standing(leaving="SIGTERM"))
+            assert await ours.flush(PATIENCE_S)
             assert daemon.messages[-1].leaving.reason == "SIGTERM"
 
     run(story)
@@ -182,17 +185,17 @@ def test_what_is_held_is_echoed_and_a_failure_is_as_old_as_when_it_was_first_tol
 
         daemon = Daemon()
         daemon.answer = assigned
-        async with daemon.serving(), attending(daemon.port) as (session, heard):
+        async with daemon.serving(), attending(daemon.port) as (ours, heard):
             await until(lambda: heard.places)
             status = heard.places[0].status
             assert isinstance(status, Assignment)
             failure = Failure(
                 rank=2, local_rank=0, exit_code=3, signal=0, text="Traceback", ended_at=time.monotonic() - 7
             )
-            session.tell(Standing(held=Held(assignment=status, phase=Phase.FAILED, spawned=True, failures=(failure,))))
-            assert await session.flush(PATIENCE_S)
-            session.tell(Standing(known=Known(round=3), held=session._standing.held))
-            assert await session.flush(PATIENCE_S)
+            ours.tell(Standing(held=Held(assignment=status, phase=Phase.FAILED, spawned=True, failures=(failure,))))
+            assert await ours.flush(PATIENCE_S)
+            ours.tell(Standing(known=Known(round=3), held=ours._standing.held))
+            assert await ours.flush(PATIENCE_S)
             told = [state.held for state in daemon.messages if state.HasField("held")]
             assert told[0].assignment == seat
             assert (told[0].phase, told[0].alive, told[0].failures[0].exit_code) == (pb.FAILED, 2, 3)
@@ -219,9 +222,9 @@ def test_a_daemon_that_has_not_answered_yet_hears_what_changes_and_no_heartbeats
     async def story() -> None:
         busy, good = Daemon(), Daemon()
         busy.answer = lambda state: None
-        async with busy.serving(), good.serving(), attending(busy.port, good.port) as (session, heard):
+        async with busy.serving(), good.serving(), attending(busy.port, good.port) as (ours, heard):
             await until(lambda: busy.messages)
-            session.tell(Standing(outcome_seen="j"))
+            ours.tell(Standing(outcome_seen="j"))
             await until(lambda: good.messages)  # several heartbeats later
             assert [state.outcome_seen for state in busy.messages] == ["", "j"]
             assert "silent" in heard.away[0]
@@ -258,13 +261,38 @@ def test_final_codes_are_not_retried_and_others_are() -> None:
     async def story() -> None:
         daemon = Daemon()
         daemon.refuse = (grpc.StatusCode.INTERNAL, "too many streams")
-        async with daemon.serving(), attending(daemon.port) as (session, heard):
+        async with daemon.serving(), attending(daemon.port) as (ours, heard):
             await until(lambda: len(daemon.streams) >= 2)
             assert "too many streams" in heard.away[0]
             daemon.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "nnodes differ")
             await until(lambda: heard.refused)
             assert heard.refused == ["nnodes differ"]
-            assert not await session.flush(PATIENCE_S), "nobody is there to hear it"
+            assert not await ours.flush(PATIENCE_S), "nobody is there to hear it"
+
+    run(story)
+
+
+class Unlucky:
+    """A call that fails in the instant in which one gives it up, as one in a hundred does when gRPC's time for a
+    connection and the session's, which are the same, are over."""
+
+    async def read(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise ConnectionError("no connection")
+
+
+def test_nobody_is_told_of_a_call_that_failed_while_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CONNECT_S", 0.01)
+    told: list[object] = []
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with attending(free_port()) as (ours, _), grpc.aio.insecure_channel(f"127.0.0.1:{free_port()}") as away:
+            with pytest.raises(session._Left, match="no connection within"):
+                await ours._first(Unlucky(), away)
+        gc.collect()
+        assert told == []
 
     run(story)
 
