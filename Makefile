@@ -25,7 +25,7 @@ demo: $(VENV)/.installed  ## a daemon, two nodes, real training, a kill, a recov
 test: $(VENV)/.installed  ## everything that must hold
 	$(BIN)/python -m pytest -n 3 tests/unit tests/sim tests/wire
 	$(BIN)/python -m pytest -n 3 --dist loadgroup tests/e2e
-	$(BIN)/python -m pytest tests/chaos  # one at a time: a fault of one game is a fault of all
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos
 
 lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/ruff format --check .

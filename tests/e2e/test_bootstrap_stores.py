@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from rdzv.processes import stores, tree
 from rdzv.processes.facts import HelperEnded
 from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
+from tests.e2e.kit import Stage
 from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, node, script, until
 
 CLIENT = Path(__file__).with_name("store_client.py")
@@ -169,6 +171,39 @@ def test_stores_listen_on_every_family_there_is() -> None:
                 socket.create_connection(("::1", port)).close()
 
     asyncio.run(story())
+
+
+@contextmanager
+def deaf_name_server(folder: Path) -> Iterator[tuple[list[bytes], list[str]]]:
+    """What it was asked, and what a command begins with that is to know no other, and no name by itself."""
+    files = {"resolv.conf": "nameserver 127.0.0.53", "nsswitch.conf": "hosts: files dns", "hosts": ""}
+    asked: list[bytes] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.53", 53))
+        threading.Thread(target=lambda: asked.extend(iter(lambda: server.recv(512), b"")), daemon=True).start()
+        places = [f"mount --bind {script(folder / name, [text])} /etc/{name}" for name, text in files.items()]
+        try:
+            yield asked, ["unshare", "--mount", "sh", "-c", " && ".join([*places, 'exec "$@"']), "sh"]
+        finally:
+            server.sendto(b"", server.getsockname())  # the end of the thread
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may let a process see another /etc/resolv.conf")
+@pytest.mark.parametrize("start", ["exec", "zygote"])
+def test_no_name_server_is_asked_who_connects_to_a_store(stage: Stage, start: str) -> None:
+    """torch would ask, and serve nobody else until there is an answer or none for long enough."""
+    with deaf_name_server(stage.directory) as (asked, beginning):
+        stage.daemon()
+        stage.launch("a", options=[f"--start-method={start}"], before=beginning)
+        stage.world(1)
+        [event] = stage.progress(event="start")
+
+        async def story() -> None:
+            async with client() as user:
+                assert await user.count(int(event["env"]["MASTER_PORT"])) == 1
+
+        asyncio.run(story())
+        assert asked == []
 
 
 def test_fifty_stores_leave_nothing_behind() -> None:

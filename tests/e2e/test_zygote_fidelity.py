@@ -159,8 +159,9 @@ class Runs:
             plan = ZygotePlan(worker_argv=argv, env=self._env, modules=("torch",), later=later, later_s=0.0)
             supervisor = await Supervisor.start(self._told, zygote=plan)
         try:
-            while way == "heir" and (await self._case("asks", (*argv[:2], "asks.py"), supervisor)).code:
-                pass  # asked again
+            asks = (*commands["ends"][:2], "asks.py")
+            while way == "heir" and (await self._case("asks", asks, supervisor)).code:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)  # the heir tells nobody that it has come
             found = await asyncio.gather(*(self._case(name, argv, supervisor) for name, argv in commands.items()))
         finally:
             if supervisor is not None:
