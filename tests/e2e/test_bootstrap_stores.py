@@ -325,6 +325,8 @@ def test_a_dead_holder_is_a_fact_and_a_new_one_serves() -> None:
             again = await holder.open("a")
             assert again != port
             assert await user.count(again) == 1
+            [pid] = _holders(os.getpid())
+            assert _has_whole_torch(pid), "in case it was the small part of torch that the first one died of"
 
     asyncio.run(story())
 

@@ -51,6 +51,7 @@ class StoreHolder:
     def __init__(self, *, fork: bool = False) -> None:
         """`fork`: the holder comes from the supervisor's zygote, if there is one, and need not import torch again."""
         self._fork = fork
+        self._whole = False  # the last holder died: the next one goes no new ways with torch
         self._link: Link | None = None
         self._open: dict[str, int] = {}  # offer → port
         self._quiet: dict[int, float] = {}  # port that was used → until when it is left alone
@@ -72,7 +73,8 @@ class StoreHolder:
         with theirs:
             link = self._link = Link(ours, self._hear, lambda: self._gone(link))
             try:
-                await supervisor.begin_helper(self.NAME, _argv(), _env(), [theirs.fileno()], fork=self._fork)
+                argv = [*_argv(), "whole"] if self._whole else _argv()
+                await supervisor.begin_helper(self.NAME, argv, _env(), [theirs.fileno()], fork=self._fork)
             except BaseException:
                 self._lose()
                 raise
@@ -112,6 +114,7 @@ class StoreHolder:
 
     def _gone(self, link: Link) -> None:
         if self._link is link:  # and not a later holder's
+            self._whole = True
             self._lose()
 
     def _lose(self) -> None:
