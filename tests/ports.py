@@ -1,10 +1,27 @@
-"""Ports for tests that must know one before anything listens there."""
+"""Ports for tests that must know one before anything listens there.
+
+They lie below those that Linux hands out itself (32768), so no outgoing connection takes one meanwhile. Tests side by
+side have ports of their own, and none is handed out again before all others were: what was killed may come back to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import random
 import socket
+
+FIRST, WORKERS, EACH = 20000, 16, 750
+
+
+def own_ports() -> range:
+    """Those of this process, among the workers of pytest-xdist."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{WORKERS - 1}").removeprefix("gw")) % WORKERS
+    return range(FIRST + worker * EACH, FIRST + (worker + 1) * EACH)
+
+
+_turn = itertools.cycle(random.SystemRandom().sample(own_ports(), EACH))
 
 
 def free_port() -> int:
@@ -12,14 +29,11 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, none of them twice. They lie below those that Linux hands out itself (32768), so
-    no outgoing connection takes one meanwhile, and tests side by side hardly ever draw the same."""
+    """Ports on which nobody listens, none of them twice."""
     found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.SystemRandom().randrange(20000, 32000)
-            probe = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                found.append(port)
+    while len(found) < count:
+        port = next(_turn)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
     return found

@@ -22,6 +22,7 @@ from rdzv.processes.spawner_process import SpawnError
 from rdzv.processes.stores import NoPort, StoreHolder, StoresUnavailable
 from tests.e2e.kit import Stage
 from tests.e2e.processes_kit import LIMIT_S, Node, cmdline, fds, marked, node, script, until
+from tests.ports import own_ports
 
 CLIENT = Path(__file__).with_name("store_client.py")
 # What a store may leave behind in the holder's memory; less would be the allocator's noise.
@@ -86,8 +87,9 @@ def has_ipv6() -> bool:
 
 @contextmanager
 def free_range(size: int) -> Iterator[tuple[int, int]]:
-    """A range of ports that nobody uses now, below those that the kernel gives out by itself."""
-    first = next(port for port in range(20_000, 30_000, size) if all(refused(port + step) for step in range(size)))
+    """A range of ports that nobody uses now."""
+    own = own_ports()
+    first = next(port for port in own[: -size + 1 : size] if all(refused(port + step) for step in range(size)))
     yield first, first + size - 1
 
 
