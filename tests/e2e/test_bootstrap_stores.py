@@ -178,10 +178,11 @@ def test_stores_listen_on_every_family_there_is() -> None:
 @contextmanager
 def deaf_name_server(folder: Path) -> Iterator[tuple[list[bytes], list[str]]]:
     """What it was asked, and what a command begins with that is to know no other, and no name by itself."""
-    files = {"resolv.conf": "nameserver 127.0.0.53", "nsswitch.conf": "hosts: files dns", "hosts": ""}
+    address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"  # tests side by side have one each
+    files = {"resolv.conf": f"nameserver {address}", "nsswitch.conf": "hosts: files dns", "hosts": ""}
     asked: list[bytes] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.53", 53))
+        server.bind((address, 53))
         threading.Thread(target=lambda: asked.extend(iter(lambda: server.recv(512), b"")), daemon=True).start()
         places = [f"mount --bind {script(folder / name, [text])} /etc/{name}" for name, text in files.items()]
         try:
