@@ -26,6 +26,7 @@ from rdzv import wording
 from rdzv.model import (
     NO_RETRY,
     SPAWN,
+    Assignment,
     CutShort,
     DaemonAway,
     DaemonRefused,
@@ -147,6 +148,8 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
     elif isinstance(place.status, Waiting):
         said.extend(_cause_said(agent, place, old))
         said.append(Say(Topic.WAIT, wording.waiting(place.status, place.explain)))
+    else:
+        said.extend(_cause_missed(agent, place, place.status, old))
     return agent, said
 
 
@@ -162,6 +165,18 @@ def _cause_said(agent: Agent, place: Place, old: Place | None) -> list[Order]:
         return []
     said = old.cause.text if old is not None and old.cause is not None and old.known == place.known else ""
     return [] if said == cause.text else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
+
+
+def _cause_missed(agent: Agent, place: Place, seat: Assignment, old: Place | None) -> list[Order]:
+    """A round that breaks and is followed by the next one at once: nobody had to wait, and was told why."""
+    held, cause = agent.held, place.cause
+    if held is None or cause is None or not cause.text or seat.round != held.assignment.round + 1:
+        return []
+    if old is not None and isinstance(old.status, Assignment) and old.status.round_uid == seat.round_uid:
+        return []  # heard before
+    waited = old is not None and isinstance(old.status, Waiting)
+    told = waited and old is not None and old.cause is not None and old.cause.text == cause.text
+    return [] if told else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
 
 
 def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:

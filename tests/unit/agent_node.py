@@ -53,7 +53,9 @@ class Node:
         )  # fmt: skip
         return self.hear(PlaceHeard(place=replace(place, **more)))  # type: ignore[arg-type]
 
-    def seat(self, number: int, *, master: bool = True, term: str = "t", rank: int | None = None) -> list[Order]:
+    def seat(
+        self, number: int, *, master: bool = True, term: str = "t", rank: int | None = None, **more: object
+    ) -> list[Order]:
         """Deal round `number` to this node, as its first node or as its second."""
         offer = self.agent.offer
         group_rank = (0 if master else 1) if rank is None else rank
@@ -64,7 +66,7 @@ class Node:
             master_addr="10.0.0.1", master_port=4000,
             master_offer_id=offer.offer_id if master and offer is not None else "of somebody else",
         )  # fmt: skip
-        return self.place(seat, valid=f"r{number}", known=number, term=term)
+        return self.place(seat, valid=f"r{number}", known=number, term=term, **more)
 
     def opened(self) -> list[Order]:
         assert self.agent.offer is not None

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from rdzv.agent import standing, wakes_at
 from rdzv.model import (
+    Cause,
     DaemonAway,
     DropStore,
     Exit,
     MasterReached,
     MasterUnreachable,
     OpenStore,
+    Order,
     Phase,
     PlaceHeard,
     ReachMaster,
@@ -311,3 +313,33 @@ def test_a_done_node_keeps_its_store_and_runs_again_when_others_break_the_round(
     assert OpenStore("n-2") in orders
     node.opened()
     only(node.seat(2), Spawn)
+
+
+# ------------------------------------------------------------------------------------------------ what people are told
+
+
+FAILED = Cause(kind="WORKER_FAILED", text="rank 0 failed with exit code 3")
+
+
+def causes(orders: list[Order]) -> list[str]:
+    return [order.text for order in orders if isinstance(order, Say) and order.topic is Topic.CAUSE]
+
+
+def failed(*, waits: bool) -> Node:
+    """A node whose worker has failed in round 1, with a store for the next; `waits`: it was told to wait, and why."""
+    node = Node().running()
+    node.ended(0, 3)
+    node.gone()
+    if waits:
+        assert causes(node.place(GATHERING, known=1, cause=FAILED)) == [f"round 1 is over: {FAILED.text}"]
+    node.opened()
+    return node
+
+
+def test_why_a_round_broke_is_said_once_also_where_the_next_one_follows_at_once() -> None:
+    said = [f"round 1 is over: {FAILED.text}"]
+    for waits in (True, False):
+        node = failed(waits=waits)
+        assert causes(node.seat(2, cause=FAILED)) == ([] if waits else said)
+        assert causes(node.seat(2, cause=FAILED)) == []
+        assert causes(node.orders) == said
