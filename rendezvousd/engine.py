@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -22,8 +22,7 @@ from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
 from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
-from rendezvousd.core.explain import explain
-from rendezvousd.core.liveness import Pace, pace
+from rendezvousd.core.liveness import Pace
 from rendezvousd.core.machine import step, wakes_at
 from rendezvousd.core.model import NO_ROUND, Job, JobUid
 from rendezvousd.core.place import urgent, valid_round_uid
@@ -31,6 +30,7 @@ from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import Instance, found, instance, superseding
 from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
+from rendezvousd.delivery import ABSENT, Delivery, Letter, Room
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,6 @@ log = logging.getLogger(__name__)
 WINDOW_S = 0.003
 # Letters folded without letting the readers of streams run: a burst of 10,000 is cut into pieces of some milliseconds.
 FOLD_MAX = 512
-# An explanation has a countdown in it; so long it is used for all who ask.
-EXPLAIN_FRESH_S = 0.5
-# Jobs of so many nodes are explained anew after every change, and their nodes are answered at once.
-SMALL_MAX = 64
-# In a larger one most answers would be overtaken by what all are told soon: a node is answered within so long for each
-# of them (s), while thousands arrive or stop, but well within the two heartbeats after which it takes the daemon for
-# dead, and within half of what it gives a first place where it knows another daemon.
-ANSWER_A_NODE_S = 0.0005
-ANSWER_HEARTBEATS, ANSWER_MAX_S = 0.5, 2.5
 # Uids of dropped jobs that are remembered, so that a launcher which slept through the end does not start it anew.
 FINISHED_MAX = 4096
 
@@ -69,62 +60,6 @@ class Shared:
     trouble: Callable[[], str]  # what is wrong with the backend; empty: nothing
 
 
-@dataclass(eq=False, slots=True)
-class Room:
-    """One job as everybody may see it: durable."""
-
-    job: Job
-    stored: int  # revision of its record
-    revision: int  # of what its nodes must obey
-    wakes_at: float | None = None
-    watchers: set[asyncio.Event] = field(default_factory=set)
-    withheld: bool = False  # nodes are not answered: what is being made durable breaks the round that would be named
-    owed: dict[Stream, None] = field(default_factory=dict)  # streams that spoke and are yet to be answered ...
-    pays_at: float | None = None  # ... then
-    paced: tuple[Job, int, Pace] | None = None  # for this job and so many attended nodes in all
-    said: str = ""  # the last explanation logged, without its numbers
-    _explained: tuple[Job, int, float, str] | None = None
-
-    def explain(self, now: float) -> str:
-        """Return why the job is where it is; of a large job, as it was up to EXPLAIN_FRESH_S ago.
-
-        Naming nodes looks at all of them, and while thousands arrive the job changes with every fold.
-        """
-        if self._explained is not None:
-            job, revision, at, text = self._explained
-            fresh = job is self.job or len(self.job.nodes) > SMALL_MAX
-            if fresh and revision == self.revision and now < at + EXPLAIN_FRESH_S:
-                return text
-        text = explain(self.job, now)
-        self._explained = (self.job, self.revision, now, text)
-        return text
-
-
-class _Absent:
-    """The stream of a node that has not come back yet."""
-
-    stream_no = -1
-
-    def notify(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def refuse(self, text: str) -> None:
-        pass
-
-
-ABSENT = _Absent()
-
-
-@dataclass(slots=True)
-class Letter:
-    event: Event
-    stream: Stream | None = None
-    done: asyncio.Future[None] | None = None
-
-
 class Engine:
     """Owns all jobs. `run` is its whole life; everything else may be called from any task of its loop."""
 
@@ -145,13 +80,13 @@ class Engine:
         self.limits = limits
         self.timing = timing
         self.table = Table(timing)
+        self._delivery = Delivery(self.clock, self.table, timing, limits)
         self.rooms: dict[str, Room] = {}
         self._backend = backend
         self._namespaces: list[Namespaces] = []
         self._inbox: dict[str, list[Letter]] = {}
         self._letters = asyncio.Event()
         self._serving: set[str] = set()  # jobs with a fold or a write under way; what comes in for them waits
-        self._revision = 0
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
 
     def check_lead(self) -> None:
@@ -167,7 +102,7 @@ class Engine:
         when the job's timers were armed: before anything that is told of it from here on. What holds without anybody's
         word is settled, and made durable, at once.
         """
-        self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision, wakes_at=now)
+        self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self.revision, wakes_at=now)
         believed = self.pace(job.run_id)
         patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
         for uid in job.nodes:
@@ -203,25 +138,11 @@ class Engine:
     @property
     def revision(self) -> int:
         """The newest revision of this term: nothing that was told before is newer."""
-        return self._revision
+        return self._delivery.revision
 
     def pace(self, run_id: str) -> Pace:
-        """Return how often nodes of this job speak, as it stands.
-
-        One that waits for thousands goes at their pace from the start: those that are there first would speak every
-        second while the daemon is busy with the others.
-        """
-        room = self.rooms.get(run_id)
-        if room is None:
-            return pace(self.timing, len(self.table))
-        job, attended = room.job, len(self.table)
-        if room.paced is None or room.paced[0] is not job or room.paced[1] != attended:
-            room.paced = (job, attended, fence.pace(job) if fence.stops(job) else self._open_pace(job))
-        return room.paced[2]
-
-    def _open_pace(self, job: Job) -> Pace:
-        expected = min(job.spec.min_nodes, self.limits.nodes_per_job)
-        return pace(job.spec.timing, max(len(self.table), len(job.nodes), expected))
+        """Return how often nodes of this job speak, as it stands."""
+        return self._delivery.pace(self.rooms.get(run_id))
 
     def room(self, run_id: str) -> Room:
         """Return a job's room. Raises NoSuchJob."""
@@ -292,7 +213,7 @@ class Engine:
                     room.wakes_at = None  # asked for again by the fold
                     self._post(run_id, Letter(TimePassed()))
                 if room.pays_at is not None and now >= room.pays_at:
-                    self._settle_debts(room)
+                    self._delivery.settle_debts(room)
 
     async def _fold_for_ever(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -368,7 +289,7 @@ class Engine:
         log.info("superseded by a new submission", extra={"run_id": job.run_id})
         if job.ending is not None and not job.ending.may_exit:
             room.job = replace(job, ending=replace(job.ending, may_exit=True))
-            self._tell_all(room)
+            self._delivery.tell_all(room)
         self._forget(room, f"job {job.run_id!r} was submitted anew; the one this node belongs to is over")
 
     def _refuse(self, run_id: str, event: NodeHeard, stream: Stream | None, text: str) -> None:
@@ -383,7 +304,7 @@ class Engine:
             await self._drop(job)
             return
         if room is not None and job is room.job:
-            self._answer(room, letters)
+            self._delivery.answer(room, letters)
             room.wakes_at = wakes_at(job)
             return
         before = None if room is None else room.job
@@ -391,49 +312,15 @@ class Engine:
             room.withheld = valid_round_uid(room.job) not in (NO_ROUND, valid_round_uid(job))
         stored = await self._backend.write(job, expected=0 if room is None else room.stored)
         if room is None:
-            room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self._revision)
+            room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self.revision)
         room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
         self._end_namespaces(before, job)
         self._log(room)
-        self._answer(room, letters)
+        self._delivery.answer(room, letters)
         if before is None or urgent(before) != urgent(job):
-            self._tell_all(room)
+            self._delivery.tell_all(room)
         for watcher in room.watchers:
             watcher.set()
-
-    def _tell_all(self, room: Room) -> None:
-        """Tell every attached node its place: it has changed."""
-        self._revision += 1
-        room.revision = self._revision
-        now, lease_s = self.clock.now(), self.pace(room.job.run_id).lease_s
-        for row in self.table.of(room.job.run_id, iter(room.job.nodes)):
-            row.tell(room.revision, lease_s, now)
-            row.stream.notify()
-            room.owed.pop(row.stream, None)
-
-    def _answer(self, room: Room, letters: list[Letter]) -> None:
-        """Tell the nodes that spoke, or were spoken of, their places: at once, or soon if they are many."""
-        job = room.job
-        for letter in letters:
-            if letter.stream is not None:
-                room.owed[letter.stream] = None
-                if isinstance(letter.event, NodeHeard) and letter.event.leaving is not None:
-                    letter.stream.notify()  # it waits for this before it exits
-            elif (uid := getattr(letter.event, "uid", None)) is not None:
-                row = self.table.get(job.run_id, uid)
-                if row is not None:
-                    room.owed[row.stream] = None
-        if len(job.nodes) <= SMALL_MAX or fence.stops(job):  # there an answer renews a lease
-            self._settle_debts(room)
-        elif room.owed and room.pays_at is None:
-            heartbeats_s = ANSWER_HEARTBEATS * self.pace(job.run_id).heartbeat_s
-            room.pays_at = self.clock.now() + min(ANSWER_A_NODE_S * len(job.nodes), heartbeats_s, ANSWER_MAX_S)
-
-    def _settle_debts(self, room: Room) -> None:
-        room.pays_at = None
-        owed, room.owed = room.owed, {}
-        for stream in owed:
-            stream.notify()
 
     def _end_namespaces(self, before: Job | None, job: Job) -> None:
         if before is None:

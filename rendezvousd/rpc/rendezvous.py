@@ -16,8 +16,9 @@ from rendezvousd.attendance import Attendance
 from rendezvousd.core.errors import BadRequest, NotLeader
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
+from rendezvousd.delivery import Room
 from rendezvousd.desk import Desk
-from rendezvousd.engine import Engine, Room
+from rendezvousd.engine import Engine
 from rendezvousd.rpc.convert import Specs, cause_pb, known_pb, node_heard, read_spec, status_pb
 from rendezvousd.rpc.status import refusals
 from rendezvousd.v1 import rendezvous_pb2 as pb

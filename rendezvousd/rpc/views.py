@@ -5,7 +5,8 @@ from __future__ import annotations
 from immutables import Map
 
 from rendezvousd.core.model import Job, Node, NodeUid, Stance
-from rendezvousd.engine import Engine, Room
+from rendezvousd.delivery import Room
+from rendezvousd.engine import Engine
 from rendezvousd.rpc.convert import HELD_PHASES, cause_pb, ended_pb, known_pb
 from rendezvousd.v1 import rendezvous_pb2 as pb
 

@@ -8,7 +8,8 @@ import pytest
 
 from rendezvousd.core.events import RestartAsked
 from rendezvousd.core.model import JobSpec, OnDaemonLoss
-from rendezvousd.engine import ANSWER_A_NODE_S, SMALL_MAX, Engine
+from rendezvousd.delivery import ANSWER_A_NODE_S, SMALL_MAX
+from rendezvousd.engine import Engine
 from tests.sim.test_engine import SimNode, beating, engine_running
 from tests.simloop import simulate
 

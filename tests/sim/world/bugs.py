@@ -85,7 +85,7 @@ BUGS: dict[str, Bug] = {
         "before = None if room is None else room.job\n"
         "    if room is not None:\n"
         "        room.job = job\n"
-        "        self._tell_all(room)\n",
+        "        self._delivery.tell_all(room)\n",
     ),
     "a round's number is used again after a restart": Bug(
         (
@@ -103,7 +103,7 @@ BUGS: dict[str, Bug] = {
     ),
     "who waits is lost at a failover": _bug(0, Session._attend_for_ever, "turn += 1", "turn += 0"),
     "who says nothing new is not answered": _bug(
-        17, Engine._commit, "self._answer(room, letters)\n        room.wakes_at", "room.wakes_at"
+        17, Engine._commit, "self._delivery.answer(room, letters)\n        room.wakes_at", "room.wakes_at"
     ),
     "a daemon acts after losing its lease": _bug(
         35, Election._renew, "max(term.valid_until, sent_at + left_s)", "max(term.valid_until, sent_at + left_s + 3.0)"
