@@ -10,7 +10,7 @@ PIP_FLAGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench fence sim chaos clean
+.PHONY: demo test test-all test-signals-ignored lint proto bench fence sim chaos clean
 
 # torch first, by its exact version: nothing must pull another one in
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -26,6 +26,19 @@ test: $(VENV)/.installed  ## everything that must hold
 	$(BIN)/python -m pytest -n 3 tests/unit tests/sim tests/wire
 	$(BIN)/python -m pytest -n 3 --dist loadgroup tests/e2e
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos
+
+# Some hours. Of the simulations ten times as many histories as in `make test`, and more; of failover the whole matrix.
+test-all: $(VENV)/.installed test-signals-ignored  ## everything, the slow and the rare parts too; needs root for chaos
+	SEEDS=20000 HUNT=5000 SCHEDULES=200000 $(BIN)/python -m pytest -n 3 --timeout=7200 tests/unit tests/sim tests/wire
+	FAILOVER=all $(BIN)/python -m pytest -n 3 --dist loadgroup tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos
+	$(MAKE) chaos MINUTES=10
+
+# What differs for the tests under nohup, in a shell's background job, and under runners that do the same.
+test-signals-ignored: $(VENV)/.installed  ## a quick part of the tests, started with SIGINT, SIGQUIT and SIGHUP ignored
+	trap '' INT QUIT HUP; $(BIN)/python -m pytest -n 3 --dist loadgroup tests/unit/test_signal_state.py \
+	  tests/wire/test_daemon.py tests/e2e/test_signals.py \
+	  tests/e2e/test_zygote_fidelity.py -k 'not test_zygote_fidelity or interrupts_itself or hangs'
 
 lint: $(VENV)/.installed  ## style, types, and which room may know which
 	$(BIN)/ruff format --check .

@@ -9,9 +9,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -71,7 +72,7 @@ NOWHERE: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    code: int  # or -signal
+    code: int | None  # or -signal; None: it hung, and was killed
     stdout: str
     stderr: str
 
@@ -115,9 +116,11 @@ def _commands(here: Path) -> dict[str, tuple[str, ...]]:
 class Runs:
     """All cases, run in one way."""
 
-    def __init__(self, here: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, here: Path, env: Mapping[str, str], limits: Mapping[str, float] | None = None) -> None:
+        """A case that takes longer than LIMIT_S, or than its own limit, is killed. It fails, and no other case does."""
         self._here = here
         self._env = env
+        self._limits = limits or {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._ends: dict[str, asyncio.Future[int]] = {}
 
@@ -129,10 +132,11 @@ class Runs:
                     process = await asyncio.create_subprocess_exec(
                         *argv, stdin=stdin, stdout=stdout, stderr=stderr, env=self._env, start_new_session=True
                     )
-                    code = await asyncio.wait_for(process.wait(), LIMIT_S)
+                    code = await self._end(name, process.wait(), lambda: os.killpg(process.pid, signal.SIGKILL))
                 else:
+                    number = len(self._ends)  # each case has its own local rank, by which it can be killed
                     command = WorkerCommand(
-                        local_rank=0,
+                        local_rank=number,
                         fork=True,
                         argv=tuple(argv),
                         env=self._env,
@@ -142,8 +146,17 @@ class Runs:
                     )
                     self._ends[name] = asyncio.get_running_loop().create_future()
                     await supervisor.spawn(name, [command])
-                    code = await asyncio.wait_for(self._ends[name], LIMIT_S)
+                    code = await self._end(name, self._ends[name], lambda: supervisor.signal(signal.SIGKILL, number))
         return Outcome(code, *(_ADDRESS.sub("0x", path.read_text(errors="replace")) for path in (out, err)))
+
+    async def _end(self, name: str, end: Awaitable[int], kill: Callable[[], object]) -> int | None:
+        """Return how a process ended; None if it had to be killed."""
+        waiting = asyncio.ensure_future(end)
+        done, _ = await asyncio.wait([waiting], timeout=self._limits.get(name, LIMIT_S))
+        if not done:
+            kill()
+            await asyncio.wait_for(waiting, LIMIT_S)
+        return waiting.result() if done else None
 
     def _told(self, fact: object) -> None:
         if isinstance(fact, WorkerEnded):
@@ -151,8 +164,11 @@ class Runs:
         else:
             assert not isinstance(fact, ZygoteEnded), fact
 
-    async def all(self, commands: Mapping[str, tuple[str, ...]], way: str = "") -> dict[str, Outcome]:
-        """Way: "zygote", "heir"; empty: by exec."""
+    async def all(
+        self, commands: Mapping[str, tuple[str, ...]], way: str = "", names: Iterable[str] | None = None
+    ) -> dict[str, Outcome]:
+        """Run the cases of these names, or all. Way: "zygote", "heir"; empty: by exec."""
+        chosen = [name for name in commands if names is None or name in names]
         supervisor = None
         if way:
             argv, later = commands["relative"], (LATER,) if way == "heir" else ()
@@ -160,40 +176,49 @@ class Runs:
             supervisor = await Supervisor.start(self._told, zygote=plan)
         try:
             asks = (*commands["ends"][:2], "asks.py")
-            while way == "heir" and (await self._case("asks", asks, supervisor)).code:  # noqa: ASYNC110
+            while way == "heir" and (await self._case("asks", asks, supervisor)).code != 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)  # the heir tells nobody that it has come
-            found = await asyncio.gather(*(self._case(name, argv, supervisor) for name, argv in commands.items()))
+            found = await asyncio.gather(*(self._case(name, commands[name], supervisor) for name in chosen))
         finally:
             if supervisor is not None:
                 await supervisor.close()
-        found.append(Outcome(0, (self._here / "unclosed").read_text(), ""))
-        (self._here / "unclosed").unlink()
-        return dict(zip([*commands, "unclosed file"], found, strict=True))
+        unclosed = self._here / "unclosed"
+        found.append(Outcome(0, unclosed.read_text() if unclosed.exists() else "", ""))
+        unclosed.unlink(missing_ok=True)
+        return dict(zip([*chosen, "unclosed file"], found, strict=True))
 
 
 Outcomes: TypeAlias = dict[str, dict[str, Outcome]]  # by way, "" for exec, and case
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """Everything is run once here: importing torch takes longer than all the rest."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Outcomes]:
+    """All selected cases run here, once: importing torch takes longer than all the rest."""
     here = tmp_path_factory.mktemp("fidelity")
     _lay_out(here)
     before = os.getcwd()
     os.chdir(here)
     try:
         env = {**os.environ, "OMP_NUM_THREADS": "2", "ODD": "\udcff=\udce9", "PYTHONPATH": ""}
-        commands = _commands(here)
-        yield {way: asyncio.run(Runs(here, env).all(commands, way)) for way in ("", *WAYS)}
+        commands, names = _commands(here), _selected(request.session.items)
+        yield {way: asyncio.run(Runs(here, env).all(commands, way, names)) for way in ("", *WAYS)}
     finally:
         os.chdir(before)
 
 
-@pytest.mark.timeout(600)  # the first to come runs everything
+def _selected(items: Iterable[pytest.Item]) -> set[str]:
+    """Return the cases that the selected tests look at. "unclosed file" is written by another one."""
+    tests = [item for item in items if isinstance(item, pytest.Function) and "outcomes" in item.fixturenames]
+    names = {str(test.callspec.params["name"]) for test in tests}
+    return names | {"cleans_up"} if "unclosed file" in names else names
+
+
+@pytest.mark.timeout(1200)  # the first to come runs everything
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SCRIPTS, *NOWHERE, "unclosed file"])
 def test_a_script_does_the_same(outcomes: Outcomes, name: str, way: str) -> None:
     plain, forked = outcomes[""][name], outcomes[way][name]
+    assert None not in (plain.code, forked.code), f"it did not end within {LIMIT_S:g} s"
     if name in SHOWS_FRAMES:
         assert forked.stderr.startswith(plain.stderr.rstrip("\n").partition("\n\nExtension modules")[0])
     else:
@@ -201,7 +226,7 @@ def test_a_script_does_the_same(outcomes: Outcomes, name: str, way: str) -> None
     assert (forked.stdout, forked.code) == (plain.stdout, plain.code)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PLACES)
 def test_a_script_sees_the_same(outcomes: Outcomes, name: str, way: str) -> None:
@@ -213,6 +238,19 @@ def test_a_script_sees_the_same(outcomes: Outcomes, name: str, way: str) -> None
     }
     assert set(expected) >= set(MAY_DIFFER)
     assert set(expected["sys.modules at the start, standard"]) <= set(seen["sys.modules at the start, standard"])
+
+
+@pytest.mark.parametrize("way", ["", "zygote"])
+def test_a_script_that_hangs_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    scripts = {"hangs": "import signal\nsignal.pause()", "ends": "print('done')", "relative": ""}
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "input").touch()
+    monkeypatch.chdir(tmp_path)
+    commands = {name: (sys.executable, "-u", f"{name}.py") for name in scripts}
+    found = asyncio.run(Runs(tmp_path, dict(os.environ), limits={"hangs": 0.5}).all(commands, way))
+    assert found["hangs"].code is None
+    assert found["ends"] == Outcome(0, "done\n", "")
 
 
 def test_what_may_differ_is_documented() -> None:
