@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.engine import Engine
+
+# Jobs that are not served of which the reason is said.
+REASONS_MAX = 3
 
 
 class Desk:
@@ -44,7 +47,7 @@ class Desk:
         """Return how this daemon is, in one line."""
         if self._engine is not None:
             jobs = len(self._engine.rooms)
-            text = f"attends {jobs} job{'s' * (jobs != 1)}"
+            text = "; ".join([f"attends {jobs} job{'s' * (jobs != 1)}", *_said(self._engine.unserved)])
         else:
             text = f"the daemon at {self.leader} leads" if self.leader else self._why
         trouble = self._trouble()
@@ -69,3 +72,10 @@ class Desk:
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
         """Let a store call through whose scope exists. Raises NotLeader, NoSuchJob, RoundOver or StoreLost."""
         self.engine.check(run_id, job_uid, round_uid, generation)
+
+
+def _said(unserved: Mapping[str, str]) -> list[str]:
+    """Return why jobs are not served, for people."""
+    reasons = list(unserved.values())[:REASONS_MAX]
+    more = len(unserved) - len(reasons)
+    return [*reasons, f"{more} more are not served"] if more else reasons

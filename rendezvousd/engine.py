@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
-from rendezvousd.core.errors import LimitExceeded, NoSuchJob, RoundOver, StillLearning, StoreLost
+from rendezvousd.core.errors import LimitExceeded, NoSuchJob, NotServed, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.liveness import Pace
 from rendezvousd.core.machine import step, wakes_at
@@ -82,6 +82,7 @@ class Engine:
         self.table = Table(timing)
         self._delivery = Delivery(self.clock, self.table, timing, limits)
         self.rooms: dict[str, Room] = {}
+        self.unserved: dict[str, str] = {}  # by run id: why this daemon does not serve the job
         self._backend = backend
         self._namespaces: list[Namespaces] = []
         self._inbox: dict[str, list[Letter]] = {}
@@ -108,10 +109,16 @@ class Engine:
         for uid in job.nodes:
             self.table.attend(job.run_id, uid, ABSENT, now, patience)
 
+    def set_aside(self, run_id: str, why: str) -> None:
+        """Serve no job of this run id, whose record is not to be touched; before `run`."""
+        self.unserved[run_id] = why
+
     # ------------------------------------------------------------------------------------------ what streams call
 
     def heard(self, run_id: str, event: NodeHeard, stream: Stream, seen: tuple[str, int]) -> Attendance | None:
-        """Take in what a node says anew. Its place is told once that is durable. None: a newer stream speaks for it."""
+        """Take in what a node says anew. Its place is told once that is durable. None: a newer stream speaks for it.
+        Raises NotServed."""
+        self._check_served(run_id)
         row = self.table.attend(run_id, event.uid, stream, self.clock.now(), self.pace(run_id))
         if row is None:
             return None
@@ -145,11 +152,16 @@ class Engine:
         return self._delivery.pace(self.rooms.get(run_id))
 
     def room(self, run_id: str) -> Room:
-        """Return a job's room. Raises NoSuchJob."""
+        """Return a job's room. Raises NoSuchJob, NotServed."""
         room = self.rooms.get(run_id)
         if room is None:
+            self._check_served(run_id)
             raise NoSuchJob(f"there is no job {run_id!r}; it never began, or ended some time ago")
         return room
+
+    def _check_served(self, run_id: str) -> None:
+        if (why := self.unserved.get(run_id)) is not None:
+            raise NotServed(why)
 
     def explain(self, room: Room) -> str:
         """Return why the job is where it is, and what is wrong with the backend."""

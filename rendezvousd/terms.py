@@ -75,7 +75,10 @@ async def _serve_elected(config: Config, office: Office, address: str) -> None:
                     stores = EtcdStores(client, term, etcd.prefix)
                     now = engine.clock.now()
                     found = await backend.load(now, overlap_s(etcd.leader_ttl_s))
-                    await stores.sweep(stored.job.uid for stored in found)
+                    if not backend.unreadable:  # a record that nobody reads does not tell whose stores are its job's
+                        await stores.sweep(stored.job.uid for stored in found)
+                    for run_id, problem in backend.unreadable.items():
+                        engine.set_aside(run_id, problem)
                     for stored in found:
                         engine.take_over(stored.job, stored.revision, now)
                     term.check()

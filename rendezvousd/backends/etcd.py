@@ -10,6 +10,8 @@ beside the old one, and then the head that names them; what no head names does n
 leader's key, so that a deposed leader's late one is refused, and the head's revision. So it may be tried again when
 nobody knows what became of it: the head carries a random word of its writer, by which a success that was not heard of
 is recognized.
+
+A record that cannot be read stays as it is, and its run id gets no job: `unreadable`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import msgspec
 
 from rendezvousd.backends.etcd_client import EtcdClient, prefix_end
 from rendezvousd.backends.etcd_errors import EtcdCompacted
-from rendezvousd.core import codec
+from rendezvousd.core import codec, records
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.core.model import Job
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
@@ -33,7 +35,7 @@ from rendezvousd.etcd.v1 import etcd_pb2 as pb
 log = logging.getLogger(__name__)
 
 DEFAULT_PREFIX = "/rendezvousd"
-FORMAT = 1  # of the head's first line
+FORMAT = (1, 0)  # of the head's first line and the keys: major and minor, as of a record (core/records.py)
 # etcd takes 128 operations a transaction by default; the head, and what an operator may have lowered, have room.
 OPERATIONS_MAX = 100
 # etcd takes requests of 1.5 MB by default. Two parts of the greatest length fit, and a head of at most some 20 KB.
@@ -69,6 +71,8 @@ class _Kept:
     generations: Mapping[str, int] = field(default_factory=dict)  # by name of the part
     parts: Mapping[str, bytes] = field(default_factory=dict)
     record: codec.Record | None = None  # None: not written by this daemon yet
+    unknown: records.Unknown | None = None  # of a record that a newer daemon wrote
+    line: Mapping[str, Any] = field(default_factory=dict)  # the head's first line, with what is not known of it
 
 
 class EtcdBackend:
@@ -82,6 +86,7 @@ class EtcdBackend:
         self._fence = fence
         self._jobs = f"{prefix.rstrip('/')}/jobs/".encode()
         self._kept: dict[str, _Kept] = {}
+        self.unreadable: dict[str, str] = {}  # by run id: why `load` left its record alone, and what to do
 
     # ---------------------------------------------------------------------------------------------------- reading
 
@@ -89,18 +94,32 @@ class EtcdBackend:
         """Return all jobs, their timers armed afresh at `now`, and remove what failed writes have left. `overlap_s`:
         for so long the leader before may take itself for one.
 
-        To be called once this daemon leads: then no other can write any more. Raises NotLeader, and codec.RecordError
-        if a record cannot be read, which is no reason to lose it.
+        To be called once this daemon leads: then no other can write any more. A record that cannot be read is left as
+        it is; see `unreadable`. Raises NotLeader.
         """
         found: list[Stored] = []
         for base, values in (await self._client.persist(self._read_all)).items():
             revision, named = 0, {b"head"}
             if (head := values.get(b"head")) is not None:
-                stored, parts = self._read(base, head, values, now, overlap_s)
+                try:
+                    stored, parts = self._read(base, head, values, now, overlap_s)
+                except records.RecordError as error:
+                    self._set_aside(base, error)
+                    continue
                 found.append(stored)
                 revision, named = stored.revision, named | parts
             await self._remove(base, [base + name for name in values if name not in named], revision)
         return found
+
+    def _set_aside(self, base: bytes, error: records.RecordError) -> None:
+        run_id = urllib.parse.unquote_to_bytes(base.removeprefix(self._jobs)[:-1]).decode(errors="replace")
+        key = (base + b"head").decode(errors="replace")
+        text = (
+            f"the record of job {run_id!r} at {key} cannot be read: {error}. The job is not served. Run a daemon that "
+            f"reads this record, or remove the keys below {base.decode(errors='replace')} and restart the daemon"
+        )
+        self.unreadable[run_id] = text
+        log.error("%s", text, extra={"run_id": run_id})
 
     async def _read_all(self) -> dict[bytes, dict[bytes, pb.KeyValue]]:
         """Return all keys, by job and name within it, as of one revision. Raises EtcdError."""
@@ -130,16 +149,19 @@ class EtcdBackend:
             names = {name: _part_name(name, generation) for name, generation in generations.items()}
             parts = {name: values[within].value for name, within in names.items()}
             job = codec.load(job_head, parts, seed=secrets.token_hex(16), now=now, overlap_s=overlap_s)
-        except (codec.RecordError, ValueError, KeyError, TypeError) as error:
-            raise codec.RecordError(
-                f"the record at {head.key.decode(errors='replace')} cannot be read: {error}"
-            ) from error
-        self._kept[job.run_id] = _Kept(
-            revision=head.mod_revision,
-            generation=line["generation"],
-            generations=generations,
-            parts=parts,
-        )
+            if self._base(job.run_id) != base:
+                raise records.RecordError(f"it is of job {job.run_id!r}")
+            kept = _Kept(
+                revision=head.mod_revision,
+                generation=line["generation"],
+                generations=generations,
+                parts=parts,
+                unknown=records.find_unknown(job_head, parts),
+                line=line,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise records.RecordError(f"it is damaged: {type(error).__name__}: {error}") from error
+        self._kept[job.run_id] = kept
         return Stored(job, head.mod_revision), set(names.values())
 
     # ---------------------------------------------------------------------------------------------------- writing
@@ -149,7 +171,7 @@ class EtcdBackend:
         kept = self._kept.get(job.run_id, _Kept())
         if kept.revision != expected:
             raise NotLeader(f"the record of job {job.run_id!r} is at revision {kept.revision}, not {expected}")
-        record = codec.dump(job, kept.record)
+        record = codec.dump(job, kept.record, kept.unknown)
         changed = [name for name, data in record.parts.items() if kept.parts.get(name) != data]
         if not changed and kept.record is not None and _names_and_head(record) == _names_and_head(kept.record):
             kept.record = record
@@ -167,12 +189,13 @@ class EtcdBackend:
                 await self._guarded(base, batch, expected)
             puts = []
         writer = secrets.token_hex(8)
-        line = {"format": FORMAT, "writer": writer, "generation": generation, "parts": generations}
+        version = (FORMAT[0], max(FORMAT[1], kept.line.get("format", FORMAT)[1]))
+        line = {**kept.line, "format": version, "writer": writer, "generation": generation, "parts": generations}
         head = msgspec.json.encode(line) + b"\n" + record.head
         room = OPERATIONS_MAX - len(puts) - 1
         operations = [to_put(base + b"head", head), *puts, *map(to_delete, old[:room])]
         revision = await self._replace(base, writer, operations, expected)
-        self._kept[job.run_id] = _Kept(revision, generation, generations, record.parts, record)
+        self._kept[job.run_id] = _Kept(revision, generation, generations, record.parts, record, kept.unknown, kept.line)
         await self._remove(base, old[room:], revision)
         return revision
 
@@ -198,7 +221,7 @@ class EtcdBackend:
             if answer.succeeded:
                 return answer.header.revision
             head = self._head_if_leading(answer)
-            if head is not None and _parse(head.value)[0].get("writer") == writer:
+            if head is not None and _writer(head.value) == writer:
                 return head.mod_revision  # an earlier attempt was carried out, and its answer was lost
             raise _moved(base, head, expected)
 
@@ -258,12 +281,19 @@ def _names_and_head(record: codec.Record) -> tuple[bytes, Any]:
 
 
 def _parse(value: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the line on the record, and the job's head. Raises ValueError."""
+    """Return the line on the record, and the job's head. Raises ValueError, records.RecordError."""
     line, _, head = value.partition(b"\n")
-    parsed: dict[str, Any] = msgspec.json.decode(line)
-    if parsed.get("format") != FORMAT:
-        raise ValueError(f"it is of format {parsed.get('format')}, and this daemon reads format {FORMAT}")
+    parsed: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    records.check_version("format", parsed.get("format"), FORMAT[0])
     return parsed, head
+
+
+def _writer(value: bytes) -> Any:
+    """Return who wrote a head; None where it is not one that this daemon reads."""
+    try:
+        return _parse(value)[0].get("writer")
+    except (ValueError, records.RecordError):
+        return None
 
 
 def _fits(parts: list[bytes]) -> bool:

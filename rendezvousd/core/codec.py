@@ -12,7 +12,7 @@ stored together: one node's news rewrites one part, not a megabyte.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,35 +20,46 @@ from immutables import Map
 from msgspec.structs import replace
 
 from rendezvousd.core.model import (
-    Calm,
+    NO_ROUND,
     Cause,
-    CauseKind,
-    Departure,
     End,
     Ending,
-    Failure,
     Fence,
-    Grow,
     Held,
     Job,
-    JobSpec,
-    JobUid,
-    Known,
     Node,
     NodeSpec,
     NodeUid,
-    OnDaemonLoss,
-    Outcome,
-    Phase,
     Recovery,
     Round,
-    RoundUid,
     Seat,
 )
-from rendezvousd.core.settings import Timing
+from rendezvousd.core.records import (
+    DECODERS,
+    HEAD_DECODER,
+    LISTS,
+    MAJOR,
+    MINOR,
+    RecordError,
+    StoredCause,
+    StoredCauses,
+    StoredEnding,
+    StoredFence,
+    StoredGone,
+    StoredHead,
+    StoredMarks,
+    StoredNode,
+    StoredRecovering,
+    StoredRound,
+    StoredWorkers,
+    Unknown,
+    check_version,
+    encode_head,
+    encode_part,
+    whole_parts,
+)
 from rendezvousd.core.tally import part_open, restance, stance
 
-VERSION = 1
 # Nodes, seats or departures in one part: some 10 KB, which etcd writes as fast as a few bytes, and 160 parts for 10,000
 # nodes, so that their names fit into the head with ease.
 PER_PART = 64
@@ -61,10 +72,6 @@ PART_BYTES = 512 << 10
 LATER_S = 2**-10
 
 
-class RecordError(Exception):
-    """A stored record cannot be read. The text says which and why."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
     """A job as it is stored. `parts` by name, each at most PART_BYTES long; unchanged ones are the same objects."""
@@ -75,10 +82,14 @@ class Record:
     nodes: list[Node]  # of the job, in its order
     whole: Mapping[str, bytes]  # before long ones are cut
     sources: Mapping[str, Sequence[object]]  # what each was made from
+    unknown: Unknown | None = field(default=None)
 
 
-def dump(job: Job, last: Record | None = None) -> Record:
-    """Return the record of a job. Of `last`, a record of the same run id, what has not changed is kept."""
+def dump(job: Job, last: Record | None = None, unknown: Unknown | None = None) -> Record:
+    """Return the record of a job. Of `last`, a record of the same run id, what has not changed is kept. `unknown` is
+    what the record had that this version does not know; that of `last` need not be given again."""
+    if unknown is None and last is not None:
+        unknown = last.unknown
     nodes = last.nodes if last is not None and last.job.nodes is job.nodes else list(job.nodes.values())
     sources = _sources(job, nodes, last)
     whole = {}
@@ -86,7 +97,8 @@ def dump(job: Job, last: Record | None = None) -> Record:
         if last is not None and name in last.sources and _same(last.sources[name], source):
             whole[name] = last.whole[name]
         else:
-            whole[name] = msgspec.json.encode(_PARTS[name.partition("/")[0]](job, source))
+            kind = name.partition("/")[0]
+            whole[name] = encode_part(kind, _PARTS[kind](job, source), unknown)
     parts = {}
     for name, data in whole.items():
         if len(data) <= PART_BYTES:
@@ -94,19 +106,18 @@ def dump(job: Job, last: Record | None = None) -> Record:
         else:
             pieces = range(0, len(data), PART_BYTES)
             parts.update({f"{name}+{i}": data[at : at + PART_BYTES] for i, at in enumerate(pieces)})
-    head = msgspec.json.encode(_head(job))
-    return Record(job=job, head=head, parts=parts, nodes=nodes, whole=whole, sources=sources)
+    if unknown is not None and unknown.uid == job.uid:
+        parts.update(unknown.parts)
+    head = encode_head(_head(job), unknown)
+    return Record(job=job, head=head, parts=parts, nodes=nodes, whole=whole, sources=sources, unknown=unknown)
 
 
 def load(head: bytes, parts: Mapping[str, bytes], *, seed: str, now: float, overlap_s: float = 0.0) -> Job:
     """Return the stored job, every timer armed afresh at `now`. Until `overlap_s` after it the leader before may have
     answered nodes. Raises RecordError."""
     try:
-        fact = msgspec.json.decode(head)
-        version = fact["version"]
-        if version != VERSION:
-            raise RecordError(f"it is of version {version}, and this daemon reads version {VERSION}")
-        return _job(fact, _join(parts), seed, now, now + overlap_s)
+        check_version("version", msgspec.json.decode(head)["version"], MAJOR)
+        return _job(HEAD_DECODER.decode(head), _join(parts), seed, now, now + overlap_s)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise RecordError(f"it is damaged: {type(error).__name__}: {error}") from error
 
@@ -209,122 +220,117 @@ def _stubs_key(job: Job) -> str:
 # -------------------------------------------------------------------------------------------------------- encoding
 
 
-def _head(job: Job) -> dict[str, Any]:
-    spec, round_, ending, known = job.spec, job.round, job.ending, job.known
-    return {
-        "version": VERSION,
-        "run_id": job.run_id,
-        "uid": job.uid,
-        "spec": {
-            "min_nodes": spec.min_nodes,
-            "max_nodes": spec.max_nodes,
-            "max_restarts": spec.max_restarts,
-            "on_daemon_loss": spec.on_daemon_loss.value,
-            "grow": spec.grow.value,
-            "timing": {name: getattr(spec.timing, name) for name in Timing.__struct_fields__},
-        },
-        "submission": job.submission,
-        "arrivals": job.arrivals,
-        "departures": job.departures,
-        "known": {name: getattr(known, name) for name in Known.__struct_fields__},
-        "calm": {name: getattr(job.calm, name) for name in Calm.__struct_fields__},
-        "lease_s": job.lease_s,
-        "round": None
+def _head(job: Job) -> StoredHead:
+    round_, ending, recovering = job.round, job.ending, job.recovering
+    return StoredHead(
+        version=(MAJOR, MINOR),
+        run_id=job.run_id,
+        uid=job.uid,
+        spec=job.spec,
+        submission=job.submission,
+        arrivals=job.arrivals,
+        departures=job.departures,
+        known=job.known,
+        calm=job.calm,
+        lease_s=job.lease_s,
+        round=None
         if round_ is None
-        else {
-            "uid": round_.uid,
-            "number": round_.number,
-            "restart_count": round_.restart_count,
-            "admitted": round_.admitted,
-            "broken": round_.broken_at is not None,
-            "final": round_.final,
-            "done": round_.done,
-        },
-        "recovering": None
-        if job.recovering is None
-        else {"uid": job.recovering.uid, "number": job.recovering.number, "size": job.recovering.size},
-        "upstart": job.upstart,
-        "ending": None
+        else StoredRound(
+            uid=round_.uid,
+            number=round_.number,
+            restart_count=round_.restart_count,
+            admitted=round_.admitted,
+            broken=round_.broken_at is not None,
+            final=round_.final,
+            done=round_.done,
+        ),
+        recovering=None
+        if recovering is None
+        else StoredRecovering(uid=recovering.uid, number=recovering.number, size=recovering.size),
+        upstart=job.upstart,
+        ending=None
         if ending is None
-        else {"outcome": ending.outcome.value, "exit_code": ending.exit_code, "may_exit": ending.may_exit},
-    }
+        else StoredEnding(outcome=ending.outcome, exit_code=ending.exit_code, may_exit=ending.may_exit),
+    )
 
 
-def _nodes_part(job: Job, source: Sequence[Any]) -> list[Any]:
+def _nodes_part(job: Job, source: Sequence[Any]) -> list[StoredNode]:
     nodes: list[Node] = sorted(source[1:], key=lambda node: node.arrival)
     return [
-        [
-            node.uid,
-            node.name,
-            node.arrival,
-            node.spec.slots,
-            node.spec.role,
-            node.spec.node_rank,
-            node.spec.topology,
-            node.spec.stop_grace_s,
-            node.leaving and _departure(node.leaving),
-            _stub(job, node),
-            node.cooling_until_at is not None,
-            node.unreachables,
-            node.overdue,
-        ]
+        StoredNode(
+            uid=node.uid,
+            name=node.name,
+            arrival=node.arrival,
+            slots=node.spec.slots,
+            role=node.spec.role,
+            node_rank=node.spec.node_rank,
+            topology=node.spec.topology,
+            stop_grace_s=node.spec.stop_grace_s,
+            leaving=node.leaving,
+            held=_stub(job, node),
+            cooling=node.cooling_until_at is not None,
+            unreachables=node.unreachables,
+            overdue=node.overdue,
+        )
         for node in nodes
     ]
 
 
-def _stub(job: Job, node: Node) -> list[Any] | None:
+def _stub(job: Job, node: Node) -> StoredWorkers | None:
     """Return of a node's processes what nothing else tells: that there are some, of a round long over (Quiet)."""
     held = node.held
     if held is None or not held.alive or part_open(job, node):
         return None
-    return [held.round_uid, held.round, held.phase.value, held.alive]
+    return StoredWorkers(round_uid=held.round_uid, round=held.round, phase=held.phase, alive=held.alive)
 
 
-def _gone_part(job: Job, source: Sequence[Any]) -> list[Any]:
+def _gone_part(job: Job, source: Sequence[Any]) -> list[StoredGone]:
     pairs = zip(source[::2], source[1::2], strict=True)
-    return [[uid, *_departure(gone)] for uid, gone in sorted(pairs, key=lambda pair: pair[1].order)]
+    return [StoredGone(uid=uid, departure=gone) for uid, gone in sorted(pairs, key=lambda pair: pair[1].order)]
 
 
-def _departure(gone: Departure) -> list[Any]:
-    return [gone.by, gone.reason, gone.exit_code, gone.removed, gone.order]
+def _seats_part(job: Job, source: Sequence[Any]) -> Sequence[Seat]:
+    return source
 
 
-def _seats_part(job: Job, source: Sequence[Any]) -> list[Any]:
-    return [[getattr(seat, name) for name in _SEAT] for seat in source]
-
-
-def _marks_part(job: Job, source: Sequence[Any]) -> list[str]:
-    """Return one letter for each seat: how its holder's part ended, how it gave it up, whether it saw the master."""
+def _marks_part(job: Job, source: Sequence[Any]) -> StoredMarks:
     assert job.round is not None
-    _, ends, forfeits, unreachable = source
+    round_uid, ends, forfeits, unreachable = source
     uids = [seat.uid for seat in job.round.seats]
+    return StoredMarks(
+        round_uid=round_uid,
+        ends="".join(_LETTERS[ends.get(uid)] for uid in uids),
+        forfeits="".join(_LETTERS[forfeits.get(uid)] for uid in uids),
+        unreachable="".join("x" if uid in unreachable else "." for uid in uids),
+    )
+
+
+def _fences_part(job: Job, source: Sequence[Any]) -> list[StoredFence]:
     return [
-        "".join(_LETTERS[ends.get(uid)] for uid in uids),
-        "".join(_LETTERS[forfeits.get(uid)] for uid in uids),
-        "".join("x" if uid in unreachable else "." for uid in uids),
+        StoredFence(uid=uid, name=found.name, round_uid=found.round_uid, bound_s=found.bound_s)
+        for uid, found in sorted(source[0].items())
     ]
 
 
-def _fences_part(job: Job, source: Sequence[Any]) -> list[Any]:
-    return [[uid, found.name, found.round_uid, found.bound_s] for uid, found in sorted(source[0].items())]
-
-
-def _evidence_part(job: Job, source: Sequence[Any]) -> list[Any]:
+def _evidence_part(job: Job, source: Sequence[Any]) -> list[StoredCause]:
     earliest = min(cause.at for cause in source)
     return [_cause(cause, cause.at - earliest) for cause in source]
 
 
-def _causes_part(job: Job, source: Sequence[Any]) -> list[Any]:
-    return [cause and _cause(cause, 0.0) for cause in source]
+def _causes_part(job: Job, source: Sequence[Any]) -> StoredCauses:
+    last, ending = source
+    return StoredCauses(
+        last=None if last is None else _cause(last, 0.0),
+        ending=None if ending is None else _cause(ending, 0.0),
+    )
 
 
-def _cause(cause: Cause, after_s: float) -> list[Any]:
-    failure = cause.failure and [getattr(cause.failure, name) for name in _FAILURE]
-    return [cause.kind.value, after_s, cause.text, cause.uid, cause.name, failure]
+def _cause(cause: Cause, after_s: float) -> StoredCause:
+    return StoredCause(
+        kind=cause.kind, after_s=after_s, text=cause.text, uid=cause.uid, name=cause.name, failure=cause.failure
+    )
 
 
-_SEAT = Seat.__struct_fields__
-_FAILURE = Failure.__struct_fields__
 _LETTERS: dict[End | None, str] = {
     None: ".",
     End.SUCCEEDED: "s",
@@ -349,138 +355,138 @@ _PARTS = {
 # -------------------------------------------------------------------------------------------------------- decoding
 
 
-def _join(parts: Mapping[str, bytes]) -> dict[str, list[Any]]:
-    """Return the lists by kind, in order, whatever they were cut into."""
+NO_MARKS = StoredMarks(round_uid=NO_ROUND, ends="", forfeits="", unreachable="")
+NO_CAUSES = StoredCauses()
 
-    def order(name: str) -> tuple[str, int, int]:
-        name, _, piece = name.partition("+")
-        kind, _, number = name.partition("/")
-        return kind, int(number or 0), int(piece or 0)
 
-    whole: dict[tuple[str, int], list[bytes]] = {}
-    for name in sorted(parts, key=order):
-        kind, number, _ = order(name)
-        whole.setdefault((kind, number), []).append(parts[name])
-    joined: dict[str, list[Any]] = {}
-    for (kind, _), pieces in whole.items():
-        joined.setdefault(kind, []).extend(msgspec.json.decode(b"".join(pieces)))
+@dataclass(slots=True)
+class _Parts:
+    """All parts of a record, decoded."""
+
+    nodes: list[StoredNode] = field(default_factory=list)
+    gone: list[StoredGone] = field(default_factory=list)
+    seats: list[Seat] = field(default_factory=list)
+    evidence: list[StoredCause] = field(default_factory=list)
+    fences: list[StoredFence] = field(default_factory=list)
+    marks: StoredMarks = NO_MARKS
+    causes: StoredCauses = NO_CAUSES
+
+
+def _join(parts: Mapping[str, bytes]) -> _Parts:
+    joined = _Parts()
+    for (kind, _), data in whole_parts(parts).items():
+        found = DECODERS[kind].decode(data)
+        if kind in LISTS:
+            getattr(joined, kind).extend(found)
+        else:
+            setattr(joined, kind, found)
     return joined
 
 
-def _job(
-    fact: Mapping[str, Any], parts: Mapping[str, list[Any]], seed: str, now: float, answered_until_at: float
-) -> Job:
-    spec, ending, recovering = fact["spec"], fact["ending"], fact["recovering"]
-    last_cause, end_cause = (c and _read_cause(c, now) for c in parts.get("causes", (None, None)))
-    gone = [(NodeUid(uid), _read_departure(rest)) for uid, *rest in parts.get("gone", ())]
+def _job(head: StoredHead, parts: _Parts, seed: str, now: float, answered_until_at: float) -> Job:
+    ending, recovering, causes = head.ending, head.recovering, parts.causes
     job = Job(
-        run_id=fact["run_id"],
-        uid=JobUid(fact["uid"]),
+        run_id=head.run_id,
+        uid=head.uid,
         seed=seed,
-        spec=JobSpec(
-            min_nodes=spec["min_nodes"],
-            max_nodes=spec["max_nodes"],
-            max_restarts=spec["max_restarts"],
-            on_daemon_loss=OnDaemonLoss(spec["on_daemon_loss"]),
-            grow=Grow(spec["grow"]),
-            timing=Timing(**spec["timing"]),
-        ),
+        spec=head.spec,
         began_at=now,
-        submission=fact["submission"],
-        arrivals=fact["arrivals"],
-        gone=Map(gone),
-        departures=fact["departures"],
-        round=fact["round"] and _read_round(fact["round"], parts, now),
-        last_cause=last_cause,
-        known=Known(**fact["known"]),
-        calm=Calm(**fact["calm"]),
-        lease_s=fact.get("lease_s", 0.0),  # not in records of before there was one
-        fences=Map([_read_fence(stored, answered_until_at) for stored in parts.get("fences", ())]),
+        submission=head.submission,
+        arrivals=head.arrivals,
+        gone=Map((it.uid, it.departure) for it in parts.gone),
+        departures=head.departures,
+        round=None if head.round is None else _read_round(head.round, parts, now),
+        last_cause=_read_cause_or_none(causes.last, now),
+        known=head.known,
+        calm=head.calm,
+        lease_s=head.lease_s,
+        fences=Map([_read_fence(stored, answered_until_at) for stored in parts.fences]),
         answered_until_at=answered_until_at,
-        ending=ending
-        and Ending(
-            outcome=Outcome(ending["outcome"]),
+        ending=None
+        if ending is None
+        else Ending(
+            outcome=ending.outcome,
             at=now,
-            exit_code=ending["exit_code"],
-            cause=end_cause,
-            may_exit=ending["may_exit"],
+            exit_code=ending.exit_code,
+            cause=_read_cause_or_none(causes.ending, now),
+            may_exit=ending.may_exit,
         ),
         # the window begins anew, and who was heard says it again
-        recovering=recovering
-        and Recovery(
-            uid=RoundUid(recovering["uid"]),
-            number=recovering["number"],
-            size=recovering["size"],
-            began_at=now,
-            last_at=now,
-        ),
-        upstart=fact["upstart"],
+        recovering=None
+        if recovering is None
+        else Recovery(uid=recovering.uid, number=recovering.number, size=recovering.size, began_at=now, last_at=now),
+        upstart=head.upstart,
         last_arrival_at=now,
     )
-    nodes = [_read_node(job, stored, now) for stored in parts.get("nodes", ())]
+    nodes = [_read_node(job, stored, now) for stored in parts.nodes]
     return restance(replace(job, nodes=Map([(node.uid, node) for node in nodes])), now)
 
 
-def _read_node(job: Job, stored: Sequence[Any], now: float) -> Node:
-    uid, name, arrival, slots, role, node_rank, topology, stop_grace_s, leaving, held, *rest = stored
-    cooling, unreachables, overdue = rest
-    timing = job.spec.timing
-    cooldown_s = min(timing.cooldown_s * 2.0 ** max(0, unreachables - 1), timing.cooldown_max_s)
+def _read_node(job: Job, stored: StoredNode, now: float) -> Node:
+    timing, held = job.spec.timing, stored.held
+    cooldown_s = min(timing.cooldown_s * 2.0 ** max(0, stored.unreachables - 1), timing.cooldown_max_s)
     node = Node(
-        uid=NodeUid(uid),
-        name=name,
-        arrival=arrival,
-        spec=NodeSpec(slots=slots, role=role, node_rank=node_rank, topology=topology, stop_grace_s=stop_grace_s),
-        held=held and Held(round_uid=RoundUid(held[0]), round=held[1], phase=Phase(held[2]), alive=held[3]),
-        leaving=leaving and _read_departure(leaving),
-        cooling_until_at=now + cooldown_s if cooling else None,
-        unreachables=unreachables,
-        overdue=overdue,
+        uid=stored.uid,
+        name=stored.name,
+        arrival=stored.arrival,
+        spec=NodeSpec(
+            slots=stored.slots,
+            role=stored.role,
+            node_rank=stored.node_rank,
+            topology=stored.topology,
+            stop_grace_s=stored.stop_grace_s,
+        ),
+        held=None
+        if held is None
+        else Held(round_uid=held.round_uid, round=held.round, phase=held.phase, alive=held.alive),
+        leaving=stored.leaving,
+        cooling_until_at=now + cooldown_s if stored.cooling else None,
+        unreachables=stored.unreachables,
+        overdue=stored.overdue,
     )
     # of an overdue one the stance is what it is overdue in; that of the others is derived when all is there
-    return replace(node, stance=stance(job, node)) if overdue else node
+    return replace(node, stance=stance(job, node)) if node.overdue else node
 
 
-def _read_fence(stored: Sequence[Any], read_at: float) -> tuple[NodeUid, Fence]:
+def _read_fence(stored: StoredFence, read_at: float) -> tuple[NodeUid, Fence]:
     """The leader before may have read from the node until `read_at`."""
-    uid, name, round_uid, bound_s = stored
-    return NodeUid(uid), Fence(name=name, round_uid=RoundUid(round_uid), bound_s=bound_s, until_at=read_at + bound_s)
+    bound_s = stored.bound_s
+    return stored.uid, Fence(name=stored.name, round_uid=stored.round_uid, bound_s=bound_s, until_at=read_at + bound_s)
 
 
-def _read_departure(stored: Sequence[Any]) -> Departure:
-    by, reason, exit_code, removed, order = stored
-    return Departure(by=by, reason=reason, exit_code=exit_code, removed=removed, order=order)
-
-
-def _read_round(fact: Mapping[str, Any], parts: Mapping[str, list[Any]], now: float) -> Round:
-    seats = tuple(Seat(**dict(zip(_SEAT, stored, strict=True))) for stored in parts["seats"])
-    ends, forfeits, unreachable = parts.get("marks", ("", "", ""))
+def _read_round(stored: StoredRound, parts: _Parts, now: float) -> Round:
+    seats, marks = tuple(parts.seats), parts.marks
+    if not seats:
+        raise ValueError("a round without seats")
     return Round(
-        uid=RoundUid(fact["uid"]),
-        number=fact["number"],
+        uid=stored.uid,
+        number=stored.number,
         seats=seats,
         index=Map((seat.uid, seat.group_rank) for seat in seats),
         world_size=sum(seat.slots for seat in seats),
-        restart_count=fact["restart_count"],
+        restart_count=stored.restart_count,
         sealed_at=now,
-        admitted=fact["admitted"],
-        forfeits=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(forfeits) if letter != "."),
-        ends=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(ends) if letter != "."),
-        evidence=tuple(_read_cause(stored, now + LATER_S) for stored in parts.get("evidence", ())),
-        unreachable=frozenset(seats[i].uid for i, letter in enumerate(unreachable) if letter != "."),
-        broken_at=now if fact["broken"] else None,
-        final=fact["final"],
-        done=fact["done"],
+        admitted=stored.admitted,
+        forfeits=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(marks.forfeits) if letter != "."),
+        ends=Map((seats[i].uid, _ENDS[letter]) for i, letter in enumerate(marks.ends) if letter != "."),
+        evidence=tuple(_read_cause(it, now + LATER_S) for it in parts.evidence),
+        unreachable=frozenset(seats[i].uid for i, letter in enumerate(marks.unreachable) if letter != "."),
+        broken_at=now if stored.broken else None,
+        final=stored.final,
+        done=stored.done,
     )
 
 
-def _read_cause(stored: Sequence[Any], now: float) -> Cause:
-    kind, after_s, text, uid, name, failure = stored
+def _read_cause_or_none(stored: StoredCause | None, now: float) -> Cause | None:
+    return None if stored is None else _read_cause(stored, now)
+
+
+def _read_cause(stored: StoredCause, now: float) -> Cause:
     return Cause(
-        kind=CauseKind(kind),
-        at=now + after_s,
-        text=text,
-        uid=NodeUid(uid),
-        name=name,
-        failure=failure and Failure(**dict(zip(_FAILURE, failure, strict=True))),
+        kind=stored.kind,
+        at=now + stored.after_s,
+        text=stored.text,
+        uid=stored.uid,
+        name=stored.name,
+        failure=stored.failure,
     )

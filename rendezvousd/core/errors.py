@@ -19,6 +19,11 @@ class NoSuchJob(Refusal):
     """No job of this name, or not the one that was meant. Do not retry."""
 
 
+class NotServed(Refusal):
+    """This daemon cannot serve this job, though others: its record cannot be read, or there was a fault. Whoever has
+    workers in it tries again, as another daemon or a mended one may serve it."""
+
+
 class NoSuchNode(Refusal):
     """The job has no such node."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from rendezvousd.attendance import Attendance
-from rendezvousd.core.errors import BadRequest, NotLeader
+from rendezvousd.core.errors import BadRequest, NotLeader, NotServed
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
 from rendezvousd.delivery import Room
@@ -134,9 +134,10 @@ class JoinStream:
         self.run_id = ""
         self.uid = NodeUid("")
         self.stream_no = 0
+        self.attended = False  # the node says that a daemon has attended it before
 
     async def serve(self) -> None:
-        """Read until the stream ends. Raises BadRequest."""
+        """Read until the stream ends. Raises BadRequest, NotServed."""
         while (data := await self._context.read()) is not grpc.aio.EOF:
             if data[:-SEQ_BYTES] == self._last and self._row is not None:
                 self._seq = data[-SEQ_BYTES:]
@@ -174,6 +175,7 @@ class JoinStream:
         if self._specs is None:
             raise BadRequest("the first message of a stream must have a spec")
         event = node_heard(state, self._specs, engine.limits)
+        self.attended = bool(event.resumed or event.known.job_uid)
         self._last, self._seq = data[:-SEQ_BYTES], state.seq.to_bytes(SEQ_BYTES, "little")
         seen = (state.seen.term, state.seen.revision)
         self._row = self._engine.heard(self.run_id, event, self, seen)
@@ -245,6 +247,9 @@ class RendezvousStreams:
             await stream.serve()
         except BadRequest as refusal:
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
+        except NotServed as refusal:  # a node that may have workers goes on asking; a new one need not begin
+            retry = grpc.StatusCode.UNAVAILABLE if stream.attended else grpc.StatusCode.FAILED_PRECONDITION
+            await stream.abort(retry, str(refusal))
         except asyncio.CancelledError:
             if not self._ending:
                 raise

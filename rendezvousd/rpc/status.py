@@ -13,6 +13,7 @@ from rendezvousd.core import errors
 CODES: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.NotLeader: grpc.StatusCode.UNAVAILABLE,
     errors.StillLearning: grpc.StatusCode.UNAVAILABLE,
+    errors.NotServed: grpc.StatusCode.UNAVAILABLE,
     errors.NoSuchJob: grpc.StatusCode.NOT_FOUND,
     errors.NoSuchNode: grpc.StatusCode.NOT_FOUND,
     errors.NotRunning: grpc.StatusCode.FAILED_PRECONDITION,

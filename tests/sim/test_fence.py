@@ -120,7 +120,7 @@ BY_LEADERS: dict[str, Mutation] = {
     "a daemon without memory begins at once": (fence.fence_unknown, 'fence(job, UNKNOWN, "", NO_ROUND, 0.0)', "job"),
     "a new leader does not know the longest lease that was told": (
         codec._job,
-        'lease_s=fact.get("lease_s", 0.0)',
+        "lease_s=head.lease_s",
         "lease_s=0.0",
     ),
     "a lease is told before it is on record": (

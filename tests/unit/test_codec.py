@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from immutables import Map
 from msgspec.structs import replace
 
-from rendezvousd.core.codec import LATER_S, PART_BYTES, PER_PART, Record, RecordError, dump, load
+from rendezvousd.core.codec import LATER_S, PART_BYTES, PER_PART, Record, dump, load
 from rendezvousd.core.events import NodeHeard, NodeLost
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import (
@@ -46,6 +46,7 @@ from rendezvousd.core.model import (
     Stance,
     Tally,
 )
+from rendezvousd.core.records import RecordError, find_unknown
 from rendezvousd.core.rules.admit import found
 from rendezvousd.core.settings import Timing
 from rendezvousd.core.tally import part_open, recount, restance, stance
@@ -345,11 +346,50 @@ def test_long_texts_are_cut_into_parts_that_fit() -> None:
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
-def test_a_record_of_a_newer_daemon_is_refused_with_words() -> None:
+def test_a_record_of_another_major_version_is_refused_with_words() -> None:
     record = dump(crowd(1))
-    head = json.dumps({**json.loads(record.head), "version": 2}).encode()
-    with pytest.raises(RecordError, match="version 2, and this daemon reads version 1"):
+    head = json.dumps({**json.loads(record.head), "version": [2, 5]}).encode()
+    with pytest.raises(RecordError, match=r"its version is 2\.5, and this daemon reads 1\.x"):
         load(head, record.parts, seed="s", now=0.0)
+
+
+def test_what_a_newer_minor_version_added_is_kept_with_its_object_and_goes_with_it() -> None:
+    stage = Stage("2", max_restarts=3)
+    _, b = stage.run("a", "b")
+    b.fail(stage.now, failure(rank=1))
+    stage.hear(b)
+    record = dump(stage.job)
+    head = json.loads(record.head)
+    head = {**head, "version": [1, 9], "new": 1}
+    head["spec"]["timing"]["new_s"], head["known"]["new"], head["round"]["new"] = 2.0, [3], {"deep": 4}
+    parts = {name: json.loads(data) for name, data in record.parts.items()}
+    for name in ("nodes/0", "seats/0", "evidence"):
+        for number, it in enumerate(parts[name]):
+            it["new"] = f"{name} {number}"
+    parts["evidence"][0]["failure"]["new"] = "?"
+    parts["marks"]["new"] = "marks"
+    newer = (json.dumps(head).encode(), {n: json.dumps(p).encode() for n, p in parts.items()} | {"later/0": b"\0"})
+    unknown = find_unknown(*newer)
+    stage.job_or_none = load(*newer, seed="new", now=stage.now)
+    record = dump(stage.job, unknown=unknown)
+    assert json.loads(record.head) == head
+    assert {n: json.loads(p) for n, p in record.parts.items() if n != "later/0"} == parts
+    assert record.parts["later/0"] == b"\0"
+
+    seats = tuple(replace(seat, offer_id=f"another {seat.offer_id}") for seat in stage.round.seats)
+    round_ = replace(stage.round, uid=RoundUid("another"), seats=seats, ends=Map(), evidence=())
+    later = dump(replace(stage.job, round=round_, nodes=stage.job.nodes.delete(b.uid)), record)
+    head = json.loads(later.head)
+    assert (head["version"], head["new"], head["known"]["new"]) == ([1, 9], 1, [3])
+    assert "new" not in head["round"]
+    assert [node.get("new") for node in json.loads(later.parts["nodes/0"])] == ["nodes/0 0"]
+    assert [seat.get("new") for seat in json.loads(later.parts["seats/0"])] == [None, None]
+    assert later.parts["later/0"] == b"\0"
+
+
+def test_of_a_record_of_this_version_nothing_is_unknown() -> None:
+    record = dump(crowd(2))
+    assert find_unknown(record.head, record.parts) is None
 
 
 @pytest.mark.parametrize("part", ["nodes/0", "seats/0"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,19 +288,65 @@ def test_what_a_dead_leader_had_not_finished_is_removed(tmp_path: Path) -> None:
         asyncio.run(story(cluster))
 
 
-def test_a_record_that_cannot_be_read_is_named_and_kept(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_read_is_named_and_kept_and_the_other_jobs_are_found(tmp_path: Path) -> None:
+    good = b'{"format":[1,0],"writer":"w","generation":1,"parts":%s}\n%s'
+    values = {
+        b"": "damaged",
+        b'{"format":[2,0]}\n': r"its format is 2\.0, and this daemon reads 1\.x",
+        b'{"format":1}\n': r"its format is 1, and should be major and minor, as \[1, 0\]",
+        good % (b'{"nodes/0":1}', b"{}"): "damaged",
+        good % (b"{}", b'{"version":[2,7]}'): r"its version is 2\.7, and this daemon reads 1\.x",
+        good % (b"{}", codec.dump(job("another")).head): "it is damaged",
+        good % (b"{}", codec.dump(replace(job("another"), round=None)).head): "it is of job 'another'",
+    }
+
     async def story(cluster: Cluster) -> None:
-        async with connected(cluster.access()) as client:
-            key = b"/rendezvousd/jobs/run/head"
-            for value in (
-                b"",
-                b'{"format":2}\n',
-                b'{"format":1,"writer":"w","generation":1,"parts":{"nodes/0":1}}\n{}',
-            ):
+        async with leading(cluster.access()) as (client, backend):
+            await backend.write(job("good"), expected=0)
+            key = b"/rendezvousd/jobs/a%2Fb/head"
+            for value, why in values.items():
                 await client.txn(pb.TxnRequest(success=[pb.RequestOp(put=pb.PutRequest(key=key, value=value))]))
-                with pytest.raises(codec.RecordError, match="/rendezvousd/jobs/run/head cannot be read"):
-                    await stored(client)
-            assert await keys(client) == [key]
+                backend = EtcdBackend(client, await lead(client))
+                assert [found.job.run_id for found in await backend.load(0.0)] == ["good"]
+                assert re.search(f"job 'a/b' at /rendezvousd/jobs/a%2Fb/head cannot be read: .*{why}", aside(backend))
+                assert (await client.range(key)).kvs[0].value == value
+
+    def aside(backend: EtcdBackend) -> str:
+        assert set(backend.unreadable) == {"a/b"}
+        return backend.unreadable["a/b"]
+
+    with etcd(tmp_path) as cluster:
+        asyncio.run(story(cluster))
+
+
+def test_what_a_newer_daemon_added_is_kept_when_an_older_one_writes(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        async with leading(cluster.access()) as (client, backend):
+            await backend.write(job("run"), expected=0)
+            key = b"/rendezvousd/jobs/run/head"
+            value = (await client.range(key)).kvs[0].value
+            line, _, head = value.partition(b"\n")
+            newer = {**json.loads(line), "format": [1, 4], "cells": 3}
+            newer["parts"] = {**newer["parts"], "history/0": 1}
+            raw = {**json.loads(head), "version": [1, 2], "colour": "red"}
+            puts = {key: b"%s\n%s" % (json.dumps(newer).encode(), json.dumps(raw).encode())}
+            puts[b"/rendezvousd/jobs/run/parts/history/0@1"] = b"?"
+            request = [pb.RequestOp(put=pb.PutRequest(key=key, value=data)) for key, data in puts.items()]
+            await client.txn(pb.TxnRequest(success=request))
+            for restarts in range(1, 4):  # also by the daemon after this one
+                backend = EtcdBackend(client, await lead(client))
+                (found,) = await backend.load(0.0)
+                now = replace(found.job, known=replace(found.job.known, restarts_used=restarts))
+                at = await backend.write(now, expected=found.revision)
+                now = replace(now, known=replace(now.known, charged_round=restarts))
+                await backend.write(now, expected=at)
+            line, _, head = (await client.range(key)).kvs[0].value.partition(b"\n")
+            assert json.loads(line)["format"] == [1, 4]
+            assert json.loads(line)["cells"] == 3
+            assert json.loads(head)["version"] == [1, 2]
+            assert json.loads(head)["colour"] == "red"
+            assert json.loads(head)["known"]["restarts_used"] == 3
+            assert (await client.range(b"/rendezvousd/jobs/run/parts/history/0@1")).kvs[0].value == b"?"
 
     with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))
@@ -451,7 +498,7 @@ def test_an_operator_reads_our_keys_with_another_client_and_a_record_removed_by_
                 revision = await backend.write(job("my/run"), expected=0)
                 value, about = theirs.get("/rendezvousd/jobs/my%2Frun/head")
                 line, head = value.decode().split("\n")
-                assert json.loads(line)["format"] == 1
+                assert json.loads(line)["format"] == [1, 0]
                 assert json.loads(head)["run_id"] == "my/run"
                 assert about.mod_revision == revision
                 theirs.delete_prefix("/rendezvousd/jobs/")
