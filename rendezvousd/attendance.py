@@ -5,6 +5,7 @@ Only what runs out becomes an event.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -16,6 +17,8 @@ TICK_S = 0.1
 # One tick credits time with at most this much, however long the process was stopped or busy: what arrived meanwhile is
 # read before anybody is judged by it.
 CREDIT_MAX_S = 2 * TICK_S
+# Stalls of this process that are remembered, with how long they were: a busy host has a few an hour.
+STALLS_MAX = 64
 # A node's estimated round trip is believed up to this; it only lengthens the reconnect grace.
 ROUND_TRIP_MAX_S = 1.0
 
@@ -27,14 +30,27 @@ class Clock:
         self._time = time
         self._ticked_at = time()
         self._now = 0.0
+        self._stalls: deque[tuple[float, float]] = deque(
+            maxlen=STALLS_MAX
+        )  # when they were over, and what did not count
 
     def now(self) -> float:
         return self._now + min(self._time() - self._ticked_at, CREDIT_MAX_S)
 
     def tick(self) -> float:
         """Credit the time since the last tick, as far as it counts, and return now."""
+        before, since = self._now, self._ticked_at
         self._now, self._ticked_at = self.now(), self._time()
+        lost_s = (self._ticked_at - since) - (self._now - before)
+        if lost_s > TICK_S:
+            self._stalls.append((self._ticked_at, lost_s))
         return self._now
+
+    def attended_s(self, real_s: float) -> float:
+        """Return how many seconds of this clock have passed in the last `real_s` seconds of real time."""
+        since = self._time() - real_s
+        lost_s = sum(lost_s for over_at, lost_s in self._stalls if over_at > since)
+        return max(0.0, real_s - lost_s)
 
 
 class Stream(Protocol):

@@ -27,10 +27,11 @@ from rendezvousd.core.machine import step, wakes_at
 from rendezvousd.core.model import NO_ROUND, Job, JobUid
 from rendezvousd.core.place import urgent, valid_round_uid
 from rendezvousd.core.rules import fence
-from rendezvousd.core.rules.admit import Instance, found, instance, superseding
+from rendezvousd.core.rules.admit import Instance, found, instance, superseding, why_it_waits
 from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.delivery import ABSENT, Delivery, Letter, Room
+from rendezvousd.waiting import WaitingNodes, gave_up
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ WINDOW_S = 0.003
 FOLD_MAX = 512
 # Uids of dropped jobs that are remembered, so that a launcher which slept through the end does not start it anew.
 FINISHED_MAX = 4096
+# How often it is looked whether nodes that wait for the end of another job may go on (s): each of them may be one of
+# thousands.
+WAITING_S = 0.3
 
 
 class Namespaces(Protocol):
@@ -89,6 +93,8 @@ class Engine:
         self._letters = asyncio.Event()
         self._serving: set[str] = set()  # jobs with a fold or a write under way; what comes in for them waits
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
+        self.waiting = WaitingNodes()
+        self._waiting_at = 0.0  # when they are looked at next
 
     def check_lead(self) -> None:
         """Return if this daemon leads; to be asked after reading what a node says and before answering it. Raises
@@ -124,6 +130,8 @@ class Engine:
             return None
         if seen[0] == self.term:
             row.echo(seen[1], self.clock.now())
+        if event.uptime_s:  # in seconds of this daemon's clock, to compare it with what that has seen
+            event = replace(event, uptime_s=self.clock.attended_s(event.uptime_s))
         self._post(run_id, Letter(event, stream))
         return row
 
@@ -218,6 +226,7 @@ class Engine:
             now = self.clock.tick()
             for row in self.table.expire(now):
                 row.stream.forget()
+                self.waiting.discard(row.run_id, row.uid)
                 silent_s = now - row.spoke_at
                 self._post(row.run_id, Letter(NodeLost(uid=row.uid, silent_s=silent_s, why=row.why(now))))
             for run_id, room in self.rooms.items():
@@ -226,6 +235,21 @@ class Engine:
                     self._post(run_id, Letter(TimePassed()))
                 if room.pays_at is not None and now >= room.pays_at:
                     self._delivery.settle_debts(room)
+            if now >= self._waiting_at:
+                self._waiting_at = now + WAITING_S
+                self._take_up(now)
+
+    def _take_up(self, now: float) -> None:
+        """Let nodes in that waited for the end of another job, and send those away that have waited too long."""
+        for run_id in self.waiting.run_ids():
+            room = self.rooms.get(run_id)
+            if room is not None:
+                for waiter in self.waiting.expired(run_id, now):
+                    self._refuse(run_id, waiter.event, waiter.stream, gave_up(room.job, waiter, now))
+            for waiter in self.waiting.due(run_id, None if room is None else room.job, now):
+                row = self.table.get(run_id, waiter.event.uid)
+                if row is not None and row.stream is waiter.stream and waiter.event.leaving is None:
+                    self._post(run_id, Letter(waiter.again(now), waiter.stream))
 
     async def _fold_for_ever(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -264,7 +288,12 @@ class Engine:
             event = letter.event
             try:
                 if isinstance(event, NodeHeard):
-                    job = self._which_job(run_id, job, event, now)
+                    found_job = self._which_job(run_id, job, event, now)
+                    if found_job is None:
+                        self._set_aside(run_id, job, letter, now)
+                        continue
+                    job = found_job
+                    self.waiting.discard(run_id, event.uid)
                 if job is not None:
                     job = step(job, event, now, self.limits)
             except (LimitExceeded, NoSuchJob) as refusal:
@@ -274,14 +303,17 @@ class Engine:
                 log.exception("bug: %s left out", type(event).__name__, extra={"run_id": run_id})
         return job
 
-    def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job:
-        """Return the job the speaker belongs to, which may be a new one. Raises LimitExceeded, NoSuchJob."""
+    def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job | None:
+        """Return the job the speaker belongs to, which may be a new one. None: it is too early for a new one.
+        Raises LimitExceeded, NoSuchJob."""
         if (why := self._finished.get(event.known.job_uid)) is not None:
             raise NoSuchJob(why)
         match instance(job, event, now):
             case Instance.THIS:
                 assert job is not None
                 return job
+            case Instance.WAITS:
+                return None
             case Instance.SUPERSEDED:
                 raise NoSuchJob(f"job {run_id!r} was submitted anew; the one this node belongs to is over")
             case Instance.NEW:
@@ -292,6 +324,14 @@ class Engine:
                 if len(self.rooms) >= self.limits.jobs:
                     raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
                 return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self.shared is not None)
+
+    def _set_aside(self, run_id: str, job: Job | None, letter: Letter, now: float) -> None:
+        """Let a node wait for the end of this job, which is not its own."""
+        event = letter.event
+        assert isinstance(event, NodeHeard)
+        assert job is not None
+        if self.waiting.put(run_id, event, letter.stream, now):
+            log.info("node %s waits: %s", event.name, why_it_waits(job, event, now), extra={"run_id": run_id})
 
     def _make_way(self, job: Job) -> None:
         """Let the nodes of a job go whose name is taken by a new submission."""
@@ -305,6 +345,7 @@ class Engine:
         self._forget(room, f"job {job.run_id!r} was submitted anew; the one this node belongs to is over")
 
     def _refuse(self, run_id: str, event: NodeHeard, stream: Stream | None, text: str) -> None:
+        self.waiting.discard(run_id, event.uid)
         self.table.drop(run_id, event.uid)
         if stream is not None:
             stream.refuse(text)

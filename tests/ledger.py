@@ -119,8 +119,7 @@ class Ledger:
                 if event.uid not in self.barred or event.uid in before.nodes:
                     self._words(before, event, now)
             case StreamBroke():
-                if event.uid in self.words:  # what it offered stands no longer
-                    self.words[event.uid] = replace(self.words[event.uid], offer=None)
+                self._stream_broke(before, event.uid, now)
             case NodeLost():
                 self._lost(before, event, now - event.silent_s)
             case NodeRemoved():
@@ -132,6 +131,16 @@ class Ledger:
                 pass
             case _:
                 assert_never(event)
+
+    def _stream_broke(self, before: Job, uid: NodeUid, now: float) -> None:
+        word = self.words.get(uid)
+        if word is None:
+            return
+        stopped = not self._may_live(uid) or self._overstayed(before, uid, now)
+        if before.ending is not None and word.outcome_seen and stopped:
+            del self.words[uid]  # it has read the outcome, and exits
+        else:  # what it offered stands no longer
+            self.words[uid] = replace(word, offer=None)
 
     def _lost(self, before: Job, event: NodeLost, silent_since: float) -> None:
         # Of whoever is not in the last round, the workers were waited for when that was sealed.

@@ -41,7 +41,7 @@ from rendezvousd.core.model import (
     RoundUid,
 )
 from rendezvousd.core.place import Assigned, Place, place, valid_round_uid
-from rendezvousd.core.rules.admit import Instance, found, instance, superseding
+from rendezvousd.core.rules.admit import Instance, found, in_the_way, instance, superseding, why_it_waits
 from rendezvousd.core.settings import Limits, Timing
 from tests.ledger import Ledger
 
@@ -234,6 +234,7 @@ class Stage:
         self.job_or_none: Job | None = None
         self.players: list[Player] = []
         self.heard_at: dict[NodeUid, float] = {}
+        self.outside: dict[NodeUid, str] = {}  # launchers that wait for the end of a job that is not theirs, and why
         self.ledger = ledger if ledger is not None else Ledger()
         self._minted = 0
 
@@ -311,8 +312,12 @@ class Stage:
             case Instance.SUPERSEDED:
                 self.player(said.uid).refuse()
                 return
+            case Instance.WAITS:
+                self.outside[said.uid] = why_it_waits(self.job, said, self.now)
+                return
             case Instance.THIS:
                 pass
+        self.outside.pop(said.uid, None)
         self.heard_at[said.uid] = self.now
         self.apply(said)
 
@@ -394,6 +399,13 @@ class Stage:
         self.now = end_at
         if self.job_or_none is not None:
             self.apply(TimePassed())
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """As the engine does: who waited for the end of another job is heard again when that is not in the way."""
+        if self.outside and not in_the_way(self.job, self.now):
+            for uid in list(self.outside):
+                self.hear(self.player(uid))
 
     def to_wake(self) -> None:
         at = wakes_at(self.job)
@@ -426,6 +438,8 @@ class Stage:
             for said in [*player.outbox, player.state(self.now)]:  # the last word of one that exits, too
                 self.deliver(said)
         player.outbox.clear()
+        if player.exited and self.job_or_none is not None:
+            self.break_stream(player)
 
     def run(self, *names: str, **spec: object) -> list[Player]:
         """Join these nodes and bring the first round to running."""

@@ -144,6 +144,8 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
     if isinstance(place.status, Ended | Removed):
         if agent.leaving is not None:
             return agent, said  # it goes for its own reason already; this is only the daemon's goodbye
+        if isinstance(agent.over, Ended) and isinstance(place.status, Removed):
+            return agent, said  # the job is over, and its outcome is known; a new one of this name began meanwhile
         agent = replace(agent, over=place.status, over_at=agent.over_at if agent.over is not None else now)
     elif isinstance(place.status, Waiting):
         said.extend(_cause_said(agent, place, old))

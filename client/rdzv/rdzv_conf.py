@@ -82,24 +82,42 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
 
 
 def scheduler_submission(environ: Mapping[str, str]) -> str:
-    """The token that all nodes of one submission to a batch scheduler share, or "".
+    """Return the token that all nodes of one submission to a scheduler share, or "".
 
-    Slurm's has the step in it, because one allocation may run several trainings one after the other, each by an `srun`
-    of its own.
+    It keeps live jobs of the same run id apart, and together. So it has the number of the attempt where the scheduler
+    counts attempts of the whole job; numbers of a step, a task or a pod differ within one job and are not in it.
     """
-    job = environ.get("SLURM_JOB_ID")
-    if job:
-        step = environ.get("SLURM_STEP_ID")
-        return f"{job}.{step}" if step else job
-    lsf = environ.get("LSB_JOBID")
-    if lsf:
-        index = environ.get("LSB_JOBINDEX", "0")  # 0: not an array; the tasks of an array share the job id
-        return lsf if index == "0" else f"{lsf}[{index}]"
+    for scheduler in (_slurm, _lsf, _jobset):
+        if token := scheduler(environ):
+            return token
     return next((environ[name] for name in _SCHEDULERS if environ.get(name)), "")
 
 
-# PBS and Torque, Flux, Cobalt, OAR.
-_SCHEDULERS = ("PBS_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID")
+# PBS and Torque (no count of attempts in the environment), Flux, Cobalt, OAR; TorchX names what it submitted elsewhere.
+_SCHEDULERS = ("PBS_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "TORCHX_JOB_ID")
+
+
+def _slurm(environ: Mapping[str, str]) -> str:
+    """A requeued job keeps its id. The parts of a heterogeneous job have ids of their own, and the first one's."""
+    job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID", "")
+    return _attempt(job, environ.get("SLURM_RESTART_COUNT", ""))
+
+
+def _lsf(environ: Mapping[str, str]) -> str:
+    """The tasks of an array share the job id; index 0 is no array. LSF says that a job was restarted, not how often."""
+    job, index = environ.get("LSB_JOBID", ""), environ.get("LSB_JOBINDEX", "0")
+    return _attempt(job if not job or index == "0" else f"{job}[{index}]", environ.get("LSB_RESTART", ""))
+
+
+def _jobset(environ: Mapping[str, str]) -> str:
+    """Kubernetes' JobSet counts restarts of the whole set in an annotation; manifests pass it on under this name."""
+    names = (environ.get("POD_NAMESPACE", ""), environ.get("JOBSET_NAME", ""))
+    job = "/".join(name for name in names if name) if names[1] else ""
+    return _attempt(job, environ.get("JOBSET_RESTART_ATTEMPT", ""))
+
+
+def _attempt(job: str, attempt: str) -> str:
+    return f"{job}+{attempt}" if job and attempt not in ("", "0") else job
 
 
 def known_keys() -> tuple[str, ...]:

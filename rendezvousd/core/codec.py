@@ -247,7 +247,7 @@ def _head(job: Job) -> StoredHead:
         recovering=None
         if recovering is None
         else StoredRecovering(uid=recovering.uid, number=recovering.number, size=recovering.size),
-        upstart=job.upstart,
+        lost=job.lost_at is not None,
         ending=None
         if ending is None
         else StoredEnding(outcome=ending.outcome, exit_code=ending.exit_code, may_exit=ending.may_exit),
@@ -410,12 +410,14 @@ def _job(head: StoredHead, parts: _Parts, seed: str, now: float, answered_until_
             exit_code=ending.exit_code,
             cause=_read_cause_or_none(causes.ending, now),
             may_exit=ending.may_exit,
+            timed=False,
         ),
         # the window begins anew, and who was heard says it again
         recovering=None
         if recovering is None
         else Recovery(uid=recovering.uid, number=recovering.number, size=recovering.size, began_at=now, last_at=now),
-        upstart=head.upstart,
+        lost_at=now if head.lost else None,
+        hold_until_at=now + head.spec.timing.recovery_s if head.lost and parts.nodes else None,
         last_arrival_at=now,
     )
     nodes = [_read_node(job, stored, now) for stored in parts.nodes]

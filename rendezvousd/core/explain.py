@@ -67,6 +67,8 @@ def _gathering(job: Job, now: float) -> str:
     if tally.busy:
         busy = _names(n for n in job.nodes.values() if n.stance is Stance.BUSY and not n.overdue)
         return f"waiting for workers to stop on {busy}{why}"
+    if job.hold_until_at is not None and job.lost_at is not None:
+        return _held_back(job, job.lost_at, job.hold_until_at, now)
     if (due_at := ending.too_few_due_at(job)) is not None:
         more = spec.min_nodes - tally.usable
         wanted = f"{tally.usable} of {spec.min_nodes} {'nodes' if spec.min_nodes > 1 else 'node'}"
@@ -82,6 +84,16 @@ def _gathering(job: Job, now: float) -> str:
     due_at = seats.seal_due_at(job)
     left = f", starting in {_left(due_at, now)} unless more arrive" if due_at is not None else ""
     return f"{seats.ready(job)} of up to {_nodes(spec.max_nodes)} ready{left}{why}"
+
+
+def _held_back(job: Job, lost_at: float, until_at: float, now: float) -> str:
+    count = len(job.nodes)
+    go = "this node goes on" if count == 1 else f"{count} nodes go on"
+    budget = f"restart {job.known.restarts_used}/{job.spec.max_restarts}"
+    return (
+        f"this job's nodes were lost {now - lost_at:.0f} s ago; {go} with it in {_left(until_at, now)} "
+        f"unless they return, {budget}"
+    )
 
 
 def _fenced(job: Job, now: float) -> str:

@@ -20,10 +20,10 @@ from rendezvousd.core.events import (
     StreamBroke,
     TimePassed,
 )
-from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome
-from rendezvousd.core.rules import ending, fence, growth, hear, recover, seats, verdict
+from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome, Stance
+from rendezvousd.core.rules import ending, fence, growth, hear, lost, recover, seats, verdict
 from rendezvousd.core.settings import Limits
-from rendezvousd.core.tally import place_node
+from rendezvousd.core.tally import drop_node, place_node
 
 DEFAULT_LIMITS = Limits()
 
@@ -55,6 +55,7 @@ def settle(job: Job, now: float) -> Job:
     """Return the job with every rule applied that holds at `now`."""
     job = fence.note_lease(job)
     job = _recover(job, now)
+    job = lost.release(lost.note_lost(job, now), now)
     job = verdict.give_up_overdue(job, now)
     job = verdict.fix_verdict(job, now)
     job = ending.succeed(job, now)
@@ -77,6 +78,7 @@ def wakes_at(job: Job) -> float | None:
         growth.growth_due_at(job),
         seats.seal_due_at(job),
         fence.due_at(job),
+        job.hold_until_at,
         ending.may_exit_at(job),
         ending.forgettable_at(job),
     )
@@ -84,8 +86,13 @@ def wakes_at(job: Job) -> float | None:
 
 
 def _unheard(job: Job, event: StreamBroke, now: float) -> Job:
-    """Let no round be sealed over a node that may be dead: an offer stands for as long as the stream that made it."""
+    """Let no round be sealed over a node that may be dead: an offer stands for as long as the stream that made it.
+
+    A node that has read the outcome of its job ends its stream because it exits: nobody needs to wait for its return.
+    """
     node = job.nodes.get(event.uid)
+    if node is not None and job.ending is not None and node.outcome_seen and node.stance is not Stance.BUSY:
+        return drop_node(job, event.uid)
     return job if node is None or node.offer is None else place_node(job, replace(node, offer=None), now)
 
 

@@ -275,6 +275,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     exit_code: int
     cause: Cause | None = None
     may_exit: bool = False
+    timed: bool = True  # False: it ended under a daemon before this one, some time before `at`
 
 
 class Tally(Struct, frozen=True, kw_only=True):
@@ -339,14 +340,17 @@ class Job(Struct, frozen=True, kw_only=True):
     lease_s: float = 0.0
     fences: Map[NodeUid, Fence] = Map()
     answered_until_at: float = 0.0  # a leader before this one may have answered nodes until then
-    # Founded by a node that knew of no round, while this daemon was so young that others may not have come back yet.
-    upstart: bool = False
+    # Founded by a node that knew of no round, on a daemon without memory. Until then, in seconds of its clock, it gives
+    # way to an older job of whose nodes one comes back.
+    provisional_until_at: float = 0.0
     tally: Tally = Tally()
     # when what began; None: it is not so
     last_arrival_at: float = 0.0  # of a newcomer
     enough_at: float | None = None  # min nodes are ready, for a round that must settle
     short_at: float | None = None  # fewer than min nodes are usable
     waiting_at: float | None = None  # somebody ready waits while a round runs
+    lost_at: float | None = None  # no node is left, and members of the last round were lost by silence
+    hold_until_at: float | None = None  # while those may return, other nodes form no round of their own before
     scan_at: float | None = None  # the earliest `due_at` or cool-down of any node, or sooner
 
     @property

@@ -61,7 +61,7 @@ def _waiting(job: Job, node: Node | None, now: float) -> Waiting:
         return _until(Wait.RECOVERING, recover.due_at(job), now)
     if job.running is None:
         due_at = ending.too_few_due_at(job)
-        due_at = due_at if due_at is not None else fence.due_at(job) or seats.seal_due_at(job)
+        due_at = due_at if due_at is not None else job.hold_until_at or fence.due_at(job) or seats.seal_due_at(job)
         return _until(Wait.GATHERING, due_at, now)
     if job.spec.grow is Grow.NEVER or not growth.room(job):
         return Waiting(Wait.SPARE, None)

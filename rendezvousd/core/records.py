@@ -81,7 +81,7 @@ class StoredHead(Stored, frozen=True, kw_only=True):
     lease_s: float = 0.0
     round: StoredRound | None = None
     recovering: StoredRecovering | None = None
-    upstart: bool = False
+    lost: bool = False
     ending: StoredEnding | None = None
 
 

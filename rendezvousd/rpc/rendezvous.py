@@ -16,12 +16,14 @@ from rendezvousd.attendance import Attendance
 from rendezvousd.core.errors import BadRequest, NotLeader, NotServed
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.core.place import Assigned, place, valid_round_uid
+from rendezvousd.core.rules.admit import why_it_waits
 from rendezvousd.delivery import Room
 from rendezvousd.desk import Desk
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.convert import Specs, cause_pb, known_pb, node_heard, read_spec, status_pb
 from rendezvousd.rpc.status import refusals
 from rendezvousd.v1 import rendezvous_pb2 as pb
+from rendezvousd.waiting import Waiter
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,27 @@ class Renderer:
         room = self.engine.rooms.get(run_id)
         if room is None or room.withheld:
             return b""
+        waiter = self.engine.waiting.get(run_id, uid)
+        if waiter is not None:
+            return self._outside(room, waiter) + SEQ_TAG + seq
         return b"".join((self._common_bytes(room), self._own_bytes(room, uid), SEQ_TAG, seq))
+
+    def _outside(self, room: Room, waiter: Waiter) -> bytes:
+        """Return what a node is sent that has no part in the job of its run id: only why it waits."""
+        engine = self.engine
+        now, pace = engine.clock.now(), engine.pace(room.job.run_id)
+        message = pb.Place(
+            term=engine.term,
+            revision=room.revision,
+            daemon_id=engine.daemon_id,
+            heartbeat_ms=int(pace.heartbeat_s * 1000),
+            lease_ms=int(pace.lease_s * 1000),
+            retry_max_ms=int(pace.retry_max_s * 1000),
+            explain=why_it_waits(room.job, waiter.event, now),
+            up_ms=int((now - engine.began_at) * 1000),
+            waiting=pb.Waiting(reason=pb.GATHERING, left_ms=max(1, int((waiter.until_at - now) * 1000))),
+        )
+        return message.SerializeToString()
 
     def refusal(self, text: str, seq: bytes) -> bytes:
         """Return the Place of a node that has none in any job."""

@@ -162,6 +162,18 @@ def test_a_lost_node_costs_no_restart_though_collectives_fail(stage: Stage) -> N
     finish(stage, *nodes.values())
 
 
+def test_a_second_run_of_the_same_submission_is_a_job_of_its_own(stage: Stage) -> None:
+    stage.daemon()
+    uids, last = [], 0
+    for name in ("a", "b"):
+        node = torchrun(stage, name, "1", conf={"submission": "4711"})
+        last = stage.world(1, after=last).round
+        uids.append(stage.job().job_uid)
+        stage.order(f"finish-{name}")
+        assert node.ends() == 0, node.text()
+    assert uids[0] != uids[1]
+
+
 def test_a_failed_worker_is_counted_by_its_own_agent(stage: Stage) -> None:
     stage.daemon()
     nodes = [torchrun(stage, name, "2", restarts=1) for name in "ab"]

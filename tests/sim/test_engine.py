@@ -274,7 +274,7 @@ def test_a_new_submission_takes_the_name_of_a_job_with_nobody_alive() -> None:
         async with engine_running() as (engine, contents):
             old = await pair(engine)
             uid = old[0].job().uid
-            await asyncio.sleep(2 * TIMING.lease_s)
+            await asyncio.sleep(2 * TIMING.lease_s + TIMING.recovery_s)
             fresh = SimNode(engine, "c", spec=JobSpec(min_nodes=1, max_nodes=1))
             fresh.offers()
             await beating([fresh], 0.5)

@@ -149,7 +149,7 @@ def as_stored(job: Job) -> Job:
             evidence=tuple(replace(cause, at=NOW + LATER_S + (cause.at - earliest)) for cause in round_.evidence),
         )
     if ending is not None:
-        ending = replace(ending, at=NOW, cause=ending.cause and replace(ending.cause, at=NOW))
+        ending = replace(ending, at=NOW, timed=False, cause=ending.cause and replace(ending.cause, at=NOW))
     facts = replace(
         job,
         began_at=NOW,
@@ -163,6 +163,9 @@ def as_stored(job: Job) -> Job:
         enough_at=None,
         short_at=None,
         waiting_at=None,
+        lost_at=None if job.lost_at is None else NOW,
+        hold_until_at=NOW + timing.recovery_s if job.lost_at is not None and job.nodes else None,
+        provisional_until_at=0.0,
     )
     nodes = {}
     for uid, node in job.nodes.items():

@@ -117,14 +117,76 @@ def test_instance_an_ended_jobs_outcome_is_for_those_who_were_in_it() -> None:
     assert stage.place(b) == stage.ending
 
 
-def test_instance_an_ended_jobs_outcome_is_for_the_same_submission() -> None:
+def test_instance_a_run_after_the_end_is_a_new_job_though_the_scheduler_gave_it_the_same_token() -> None:
+    """A requeued batch job, and the second program of one allocation, come with the token of the first."""
     stage = Stage("1")
     stage.run("a", submission="slurm-7")
+    old = stage.job.uid
     stage.close()
     stage.wait(60)
-    (late,) = stage.enter("b", submission="slurm-7")
-    stage.hear(late)
-    assert stage.place(late) == stage.ending
+    stage.run("a", submission="slurm-7")
+    assert stage.job.uid != old
+    assert stage.roster() == ["a"]
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_instance_two_nodes_that_run_twice_in_one_allocation_meet_in_a_second_job(order: tuple[str, str]) -> None:
+    """One of them starts again while the other has not read the outcome yet."""
+    stage = Stage("2")
+    players = dict(zip("ab", stage.run("a", "b", submission="pbs-7"), strict=True))
+    old = stage.job.uid
+    for player in players.values():
+        player.finish()
+        stage.hear(player)
+    first, last = (players[name] for name in order)
+    stage.behave(first)
+    stage.wait(0.1)
+    (again,) = stage.enter(order[0], submission="pbs-7")
+    stage.hear(again)
+    assert again.uid in stage.outside
+    assert "has ended, and its nodes are reading the outcome" in stage.outside[again.uid]
+    stage.behave(last)
+    assert isinstance(last.outcome, Ending)
+    assert last.outcome.outcome is Outcome.SUCCEEDED, "it gets its outcome, and not the other job"
+    stage.play()
+    assert first.exited
+    assert last.exited
+    stage.wait(0.1)
+    stage.run(order[1], submission="pbs-7")
+    assert stage.job.uid != old
+    assert sorted(stage.roster()) == ["a", "b"]
+
+
+def test_instance_an_outcome_that_nobody_reads_is_in_the_way_for_one_lease() -> None:
+    stage = Stage("1")
+    (a,) = stage.run("a")
+    a.cut = True
+    stage.close()
+    stage.wait(0.1)
+    (b,) = stage.enter("b")
+    stage.hear(b)
+    assert b.uid in stage.outside
+    stage.wait(stage.spec.timing.lease_s)
+    assert not stage.outside
+    assert list(stage.job.nodes) == [b.uid]
+
+
+@pytest.mark.parametrize("age_s", [0.0, 3600.0])
+def test_instance_an_end_of_which_only_the_fact_is_known_is_for_those_who_were_in_it(age_s: float) -> None:
+    """A daemon that takes over does not know when a job ended, so it cannot tell who was started before."""
+    stage = Stage("1")
+    (a,) = stage.run("a")
+    stage.close()
+    stage.play()
+    ending = replace(stage.ending, at=stage.now, timed=False)
+    stage.job_or_none = replace(stage.job, ending=ending)
+    stage.hear(a)
+    assert stage.place(a) == ending
+    stage.lose(a)
+    (b,) = stage.enter("b", age_s=age_s)
+    old = stage.job.uid
+    stage.hear(b)
+    assert stage.job.uid != old
 
 
 def test_instance_an_ended_jobs_outcome_is_for_launchers_older_than_its_end() -> None:
@@ -167,24 +229,17 @@ def test_instance_the_same_run_id_after_an_end_is_a_new_job(how: str) -> None:
     assert b.held is not None
 
 
-def test_instance_a_job_with_nobody_alive_gives_way_to_a_fresh_submission() -> None:
+def test_instance_a_job_whose_nodes_have_left_gives_way_to_a_fresh_submission_at_once() -> None:
     stage = Stage("1", max_restarts=1)
     (a,) = stage.run("a")
-    stage.kill(a)
+    a.leave("got SIGTERM")
+    a.stopped()
+    stage.hear(a)
     assert stage.said.startswith("0 of 1 node; waiting for 1 more")
     uid, stage.spec = stage.job.uid, job_spec("1:2", max_restarts=5)
     stage.run("b")
     assert stage.job.uid != uid
     assert stage.job.spec.max_restarts == 5
-
-
-def test_instance_a_successor_of_the_same_submission_carries_the_job_on() -> None:
-    stage = Stage("1", max_restarts=1)
-    (a,) = stage.run("a", submission="s")
-    uid = stage.job.uid
-    stage.kill(a)
-    stage.run("b", submission="s")
-    assert (stage.job.uid, stage.round.number) == (uid, 2)
 
 
 def test_instance_a_node_of_a_superseded_job_is_turned_away() -> None:
@@ -193,11 +248,38 @@ def test_instance_a_node_of_a_superseded_job_is_turned_away() -> None:
     a.cut = True
     stage.wait(5)
     stage.lose(a)
+    stage.wait(stage.spec.timing.recovery_max_s)
     stage.run("b")
     a.cut = False
     stage.hear(a)
     assert a.refused
     assert stage.roster() == ["b"]
+
+
+def test_instance_another_submission_waits_until_a_live_job_is_over() -> None:
+    stage = Stage("1:4")
+    (a,) = stage.run("a", submission="slurm-7")
+    (b,) = stage.enter("b", submission="slurm-8")
+    stage.hear(b)
+    assert stage.outside[b.uid] == (
+        "job 'run' belongs to submission slurm-7, and this node to slurm-8; "
+        "this node waits until its 1 node are gone, then it starts a new job"
+    )
+    stage.wait(600)
+    assert list(stage.job.nodes) == [a.uid]
+    old = stage.job.uid
+    a.finish()
+    stage.play()
+    stage.wait(0.1)
+    assert stage.job.uid != old
+    assert list(stage.job.nodes) == [b.uid], "it does not take the outcome of the other for its own"
+
+
+def test_instance_a_node_without_a_token_belongs_to_the_job_that_is_there() -> None:
+    stage = Stage("1:4")
+    stage.run("a", submission="slurm-7")
+    stage.join("by hand")
+    assert len(stage.job.nodes) == 2
 
 
 def test_instance_who_was_shown_out_of_the_old_job_does_not_slip_into_the_new() -> None:

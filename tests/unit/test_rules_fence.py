@@ -158,15 +158,17 @@ def test_a_new_leader_counts_from_when_it_alone_leads(overlap_s: float) -> None:
 
 
 def test_a_new_submission_waits_for_what_the_last_one_may_have_left() -> None:
-    stage = stopping("1")
+    stage = Stage("1", on_daemon_loss=OnDaemonLoss.STOP, lease_intervals=20.0)
     (a,) = stage.run("a")
-    cut_off(stage, a, LEASE_S)
+    cut_off(stage, a, 1.0)
     stage.spec = job_spec("1")
-    stage.join("b")
+    (b,) = stage.enter("b")
+    stage.hear(b)
+    stage.wait(stage.spec.timing.recovery_s)
     stage.play()
-    assert stage.job.spec.on_daemon_loss is OnDaemonLoss.CONTINUE
+    assert stage.job.spec.on_daemon_loss is OnDaemonLoss.CONTINUE, "it is the new job"
     assert stage.job.running is None
-    stage.wait(BOUND_S - LEASE_S + SOON_S)
+    stage.wait(bound_s(20.0, Timing().kill_s) - 1.0 - stage.spec.timing.recovery_s + SOON_S)
     stage.play()
     assert stage.roster() == ["b"]
 

@@ -45,12 +45,12 @@ class NewDaemon:
     def hear(self, event: NodeHeard) -> Job:
         match instance(self.job, event, self.now):
             case Instance.NEW:
-                self.job = found("job", event, uid=JobUid("mine"), seed="s", now=self.now)
+                self.job = found("job", event, uid=JobUid("mine"), seed="s", now=self.now, remembers=False)
             case Instance.SUPERSEDED:
                 self.superseded.append(event.name)
                 assert self.job is not None
                 return self.job
-            case Instance.THIS:
+            case Instance.THIS | Instance.WAITS:
                 pass
         return self.step(event)
 
@@ -276,3 +276,86 @@ def test_a_node_that_waited_for_a_first_round_before_the_restart_waits_for_it_no
     job = daemon.wait(TIMING.settle_s)
     assert job.running is not None
     assert sorted(seat.uid for seat in job.running.seats) == ["a", "x"]
+
+
+def test_a_job_that_is_still_learning_is_not_replaced_by_a_newcomer() -> None:
+    daemon = NewDaemon()
+    daemon.hear(replace(newcomer("spare", ROUND), known=KNOWN, resumed=True))
+    daemon.step(NodeLost(uid=NodeUid("spare"), silent_s=1.0, why="its connection broke"))
+    job = daemon.hear(newcomer("x"))
+    assert job.uid == "elder", "its members may come back"
+    daemon.hear(member("a", 0))
+    job = daemon.hear(member("b", 1))
+    assert valid_round_uid(job) == ROUND
+    assert job.running is not None
+
+
+def test_a_job_that_newcomers_began_gives_way_only_while_others_may_come_back() -> None:
+    daemon = NewDaemon()
+    daemon.hear(newcomer("x"))
+    job = daemon.wait(TIMING.recovery_max_s)
+    assert job.running is not None
+    daemon.hear(member("stale", 0))
+    assert daemon.superseded == ["stale"]
+    assert daemon.job is not None
+    assert daemon.job.uid == "mine"
+    assert valid_round_uid(daemon.job) == job.running.uid
+
+
+def test_a_job_gives_way_to_none_where_the_backend_remembers() -> None:
+    job = step(found("job", newcomer("x"), uid=JobUid("mine"), seed="s", now=0.5), newcomer("x"), 0.5)
+    job = step(job, TimePassed(), 5.0)
+    assert job.running is not None
+    assert instance(job, member("stale", 0), 5.1) is Instance.SUPERSEDED
+
+
+LATER = replace(KNOWN, round=8, round_uid=RoundUid("r8"))
+
+
+def straggler(size: int = 2) -> NodeHeard:
+    """A member of a round after the one that the others know of."""
+    said = member("c", 0)
+    assert said.held is not None
+    held = replace(said.held, round_uid=LATER.round_uid, round=8)
+    return replace(said, known=replace(LATER, group_size=size), held=held)
+
+
+def stopped(said: NodeHeard) -> NodeHeard:
+    assert said.held is not None
+    return replace(said, held=replace(said.held, phase=Phase.STOPPED, alive=0))
+
+
+def test_a_straggler_of_a_later_round_does_not_stop_a_round_that_runs() -> None:
+    daemon = NewDaemon()
+    daemon.hear(member("a", 0))
+    daemon.hear(member("b", 1))
+    daemon.wait(TIMING.recovery_max_s)
+    job = daemon.hear(straggler())
+    assert valid_round_uid(job) == ROUND
+    assert job.running is not None
+    assert job.known.round == 8, "its number is never used again"
+    assert isinstance(daemon.told("c"), Waiting)
+    job = daemon.step(NodeLost(uid=NodeUid("b"), silent_s=1.0, why="its connection broke"))
+    for said in (member("a", 0, Phase.STOPPED), stopped(straggler())):
+        job = daemon.hear(replace(said, known=job.known, offer=newcomer(said.name, LATER.round_uid).offer))
+    assert job.running is not None
+    assert [seat.uid for seat in job.running.seats] == ["a", "c"]
+    assert job.running.number == 9
+
+
+def test_while_nodes_come_back_a_straggler_s_round_is_learnt_about_first() -> None:
+    daemon = NewDaemon()
+    daemon.hear(member("a", 0))
+    daemon.hear(member("b", 1))
+    assert valid_round_uid(daemon.hear(straggler())) == LATER.round_uid
+
+
+def test_a_later_round_that_is_complete_takes_the_place_of_one_that_runs() -> None:
+    daemon = NewDaemon()
+    daemon.hear(member("a", 0))
+    daemon.hear(member("b", 1))
+    daemon.wait(TIMING.recovery_max_s)
+    job = daemon.hear(straggler(size=1))
+    assert valid_round_uid(job) == LATER.round_uid
+    assert job.running is not None
+    assert [seat.uid for seat in job.running.seats] == ["c"]

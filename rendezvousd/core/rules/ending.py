@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from rendezvousd.core.liveness import pace
 from rendezvousd.core.model import Cause, CauseKind, Ending, Job, Outcome
-from rendezvousd.core.rules.fence import bound_s, stops
+from rendezvousd.core.rules.fence import bound_s, longest_lease_s, stops
 from rendezvousd.core.rules.verdict import conclude, end_failed
 
 
@@ -60,7 +59,7 @@ def may_exit_at(job: Job) -> float | None:
     """Return when nodes may exit even if some have not read the outcome; None if the job runs or they may already."""
     if job.ending is None or job.ending.may_exit:
         return None
-    return job.ending.at + max(job.lease_s, pace(job.spec.timing, len(job.nodes)).lease_s)
+    return job.ending.at + longest_lease_s(job)
 
 
 def let_go(job: Job, now: float) -> Job:

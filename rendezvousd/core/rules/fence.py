@@ -77,6 +77,11 @@ def stops(job: Job) -> bool:
     return job.spec.on_daemon_loss is OnDaemonLoss.STOP
 
 
+def longest_lease_s(job: Job) -> float:
+    """Return the longest lease that a node of this job can have been told, in seconds."""
+    return max(job.lease_s, liveness.pace(job.spec.timing, len(job.nodes)).lease_s)
+
+
 def pace(job: Job) -> Pace:
     """Return what the nodes of such a job are told of time: never a lease that is not on record."""
     told = liveness.pace(job.spec.timing, len(job.nodes))
@@ -88,7 +93,7 @@ def note_lease(job: Job, told_s: float = 0.0) -> Job:
     (`told_s`). Fences that stand are moved by as much as it grows."""
     if not stops(job):
         return job
-    lease_s = max(job.lease_s, told_s, liveness.pace(job.spec.timing, len(job.nodes)).lease_s)
+    lease_s = max(longest_lease_s(job), told_s)
     if lease_s <= job.lease_s:
         return job
     kill_s = job.spec.timing.kill_s

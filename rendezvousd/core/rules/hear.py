@@ -40,9 +40,9 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
     """Return the job knowing how this node stands. Old news changes nothing."""
     if event.uid in job.gone:
         return job
-    if gives_way(job, event):
+    if gives_way(job, event, now):
         job = give_way(job, event, now)
-    job = learn(job, event.known, now)
+    job = learn(job, event, now)
     node: Node | None
     if (node := job.nodes.get(event.uid)) is None:
         job, node = admit(job, event, limits, now)
@@ -119,20 +119,21 @@ def _held(job: Job, event: NodeHeard, node: Node, now: float) -> Job:
         before = node.held if node.held is not None and node.held.round_uid == round_.uid else None
         job = _failures(job, node, held, before, now)
         job = _troubles(job, node, held, before, now)
-    if (end := _end(event, round_.uid)) is None:
+    if (end := _end(event, round_.uid, job.known.round_uid)) is None:
         return job
     job = end_part(job, event.uid, end)
     return _ended_alone(job, event, now) if end is End.STOPPED else job
 
 
-def _end(event: NodeHeard, round_uid: RoundUid) -> End | None:
-    """Return how the node's part in this round ended, by its own word; None if it may not have ended."""
+def _end(event: NodeHeard, round_uid: RoundUid, latest_uid: RoundUid) -> End | None:
+    """Return how the node's part in this round ended, by its own word; None if it may not have ended. A later round
+    than this one, `latest_uid`, may be known that was sealed by a daemon before this one."""
     held = event.held
     if held is not None and held.alive and (held.phase is not Phase.SUCCEEDED or held.round_uid != round_uid):
         return None  # (what workers leave behind when all have succeeded takes nothing away from that)
     if held is not None and held.round_uid == round_uid and (end := ENDS.get(held.phase)) is not None:
         return end
-    if event.offer is not None and event.offer.after == round_uid:
+    if event.offer is not None and event.offer.after in (round_uid, latest_uid):
         return End.STOPPED  # it has not started any process of this round, and will not
     return End.LEFT if event.leaving is not None else None
 

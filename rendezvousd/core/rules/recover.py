@@ -43,6 +43,17 @@ def begin(job: Job, known: Known, now: float) -> Job:
     return restance(replace(job, recovering=recovery), now)
 
 
+def stands_alone(event: NodeHeard) -> bool:
+    """Return whether the speaker is the only member of the greatest round it knows, and its workers go on."""
+    held = event.held
+    return (
+        event.known.group_size == 1
+        and held is not None
+        and held.round_uid == event.known.round_uid
+        and held.phase in GOES_ON
+    )
+
+
 def note(job: Job, event: NodeHeard, now: float) -> Job:
     """Return the job knowing one more member of the round that it learns about, if the speaker is one."""
     recovery = job.recovering

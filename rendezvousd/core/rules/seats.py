@@ -24,12 +24,13 @@ def settles(job: Job) -> bool:
 
 def blocked(job: Job) -> bool:
     """Return whether something else than the settle time must come first: enough nodes, a verdict, old workers' end,
-    also where nobody tells of it, a member."""
+    also where nobody tells of it, a member, the return of lost ones."""
     tally = job.tally
     return (
         job.recovering is not None
         or job.enough_at is None
         or job.judging
+        or job.hold_until_at is not None
         or bool(job.fences)
         or tally.busy > 0
         or tally.members_ready < tally.members
@@ -88,7 +89,7 @@ def _seal(job: Job, now: float) -> Job:
     known = replace(job.known, round=number, round_uid=round_.uid, group_size=len(seats))
     cause = last.cause if last is not None else None
     job = replace(job, round=round_, last_cause=cause, known=known, enough_at=None, short_at=None, waiting_at=None)
-    return restance(job, now)
+    return restance(replace(job, lost_at=None), now)
 
 
 def _by_arrival(node: Node) -> int:

@@ -48,6 +48,7 @@ class Judge:
         self.stores: dict[str, str] = {}  # by offer: the round whose workers met there
         self.troubled: dict[str, float] = {}  # machines whose connections had trouble, and until when
         self.exits: list[tuple[str, int, str]] = []
+        self.said: dict[str, tuple[int, str]] = {}  # by job: the code and the line that its first node exited with
         self.newest = ""  # the round that was sealed last, of those that etcd keeps
         self.sealed = self.started = 0
 
@@ -415,8 +416,10 @@ class Judge:
         self.world.say(f"{node.uid} exits with {code}: {said}")
         if not said.startswith("job "):
             return
-        if self.cluster.etcd is not None and self.exits and self.exits[0][1:] != (code, said):
-            self.world.fail("One outcome", f"{node.uid} exits with {code}: {said}; others with {self.exits[0][1:]}")
+        known = self.greatest.get(node.uid)
+        first = self.said.setdefault(known.job_uid if known is not None else "", (code, said))
+        if self.cluster.etcd is not None and first != (code, said):
+            self.world.fail("One outcome", f"{node.uid} exits with {code}: {said}; others with {first}")
         self.exits.append((node.uid, code, said))
 
 
