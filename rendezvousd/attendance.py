@@ -6,7 +6,7 @@ Only what runs out becomes an event.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rendezvousd.core.liveness import Pace, grace_s
@@ -67,6 +67,9 @@ class Stream(Protocol):
     def refuse(self, text: str) -> None:
         """Tell the node that it has no place here, and why."""
 
+    def fail(self, text: str) -> None:
+        """End, telling the node why it is not served."""
+
 
 class Attendance:
     """One attached node."""
@@ -84,6 +87,7 @@ class Attendance:
         "stream",
         "told",
         "told_at",
+        "told_lease_s",
         "uid",
     )
 
@@ -99,13 +103,14 @@ class Attendance:
         self.round_trip_s = 0.0
         self.told = 0  # newest revision it was told and must obey
         self.told_at = now  # when it was told the oldest revision that it has not echoed
+        self.told_lease_s = lease_s  # the lease then
         self.seen = 0  # newest revision it echoed
         self.slot = -1
 
     def tell(self, revision: int, lease_s: float, now: float) -> None:
         """Note that the node was told this revision, and this lease. A shorter one holds when it has spoken again."""
         if self.told <= self.seen:
-            self.told_at = now
+            self.told_at, self.told_lease_s = now, max(self.lease_s, lease_s)
         self.told = revision
         self.lease_s = max(self.lease_s, lease_s)
 
@@ -124,14 +129,16 @@ class Attendance:
             returns_at = self.heard_at + grace_s(timing, self.round_trip_s, self.lease_s)
             return min(returns_at, self.spoke_at + self.lease_s)
         due_at = self.heard_at + self.lease_s
-        return min(due_at, self.told_at + self.lease_s) if self.told > self.seen else due_at
+        # what it must obey was told under another lease, if that has become shorter since
+        obeys_at = self.told_at + max(self.told_lease_s, self.lease_s)
+        return min(due_at, obeys_at) if self.told > self.seen else due_at
 
     def why(self, now: float) -> str:
         """Return why it is lost, for people."""
         if self.broken:
             return "its connection broke"
         if now - self.heard_at < self.lease_s:
-            return f"it did not obey what it was told for {self.lease_s:g} s"
+            return f"it did not obey what it was told for {max(self.told_lease_s, self.lease_s):g} s"
         return f"silent for {self.lease_s:g} s"
 
 
@@ -167,8 +174,16 @@ class Table:
             row.stream = stream
             row.told = row.seen  # what it is told on this stream it has to echo anew
         row.heard_at = row.spoke_at = now
-        row.broken, row.lease_s = False, pace.lease_s
+        row.broken = False
+        self.lend(row, pace.lease_s)
         return row
+
+    def lend(self, row: Attendance, lease_s: float) -> None:
+        """Give a node that just spoke this lease. A shorter one may end before the slot in which the row lies."""
+        shorter = lease_s < row.lease_s
+        row.lease_s = lease_s
+        if shorter:
+            self._put(row)
 
     def stream_ended(self, row: Attendance, stream: Stream, now: float) -> bool:
         """Shorten the wait for a node whose newest stream broke to its grace. False: it was not its newest."""
@@ -183,7 +198,11 @@ class Table:
         if (row := self._rows.pop((run_id, uid), None)) is not None:
             row.attached = False
 
-    def of(self, run_id: str, uids: Iterator[NodeUid]) -> list[Attendance]:
+    def of_job(self, run_id: str) -> list[Attendance]:
+        """Return all rows of a job. Looks at those of all jobs."""
+        return [row for row in self._rows.values() if row.run_id == run_id]
+
+    def of(self, run_id: str, uids: Iterable[NodeUid]) -> list[Attendance]:
         """Return the rows of these nodes of a job, as far as they are attached."""
         rows = self._rows
         return [row for uid in uids if (row := rows.get((run_id, uid))) is not None]

@@ -37,6 +37,7 @@ class Room:
     owed: dict[Stream, None] = field(default_factory=dict)  # streams that spoke and are yet to be answered ...
     pays_at: float | None = None  # ... then
     paced: tuple[Job, int, Pace] | None = None  # for this job and so many attended nodes in all
+    trouble: str = ""  # a bug that was met in this job, for people
     said: str = ""  # the last explanation logged, without its numbers
     _explained: tuple[Job, int, float, str] | None = None
 
@@ -67,6 +68,9 @@ class _Absent:
         pass
 
     def refuse(self, text: str) -> None:
+        pass
+
+    def fail(self, text: str) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,17 +20,18 @@ from msgspec.structs import replace
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
-from rendezvousd.core.errors import LimitExceeded, NoSuchJob, NotServed, RoundOver, StillLearning, StoreLost
+from rendezvousd.core.errors import LimitExceeded, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.liveness import Pace
 from rendezvousd.core.machine import step, wakes_at
-from rendezvousd.core.model import NO_ROUND, Job, JobUid
+from rendezvousd.core.model import NO_ROUND, Job, JobUid, NodeUid
 from rendezvousd.core.place import urgent, valid_round_uid
 from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import Instance, found, instance, superseding, why_it_waits
 from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.delivery import ABSENT, Delivery, Letter, Room
+from rendezvousd.faults import Faults
 from rendezvousd.waiting import WaitingNodes, gave_up
 
 log = logging.getLogger(__name__)
@@ -86,14 +87,17 @@ class Engine:
         self.table = Table(timing)
         self._delivery = Delivery(self.clock, self.table, timing, limits)
         self.rooms: dict[str, Room] = {}
-        self.unserved: dict[str, str] = {}  # by run id: why this daemon does not serve the job
         self._backend = backend
         self._namespaces: list[Namespaces] = []
         self._inbox: dict[str, list[Letter]] = {}
         self._letters = asyncio.Event()
         self._serving: set[str] = set()  # jobs with a fold or a write under way; what comes in for them waits
+        self._asked: set[asyncio.Future[None]] = set()  # what callers of `tell` wait for
+        self._over = False  # it does not run any more
+        self._superseded: dict[str, set[NodeUid]] = {}  # by run id: nodes of jobs that another one is about to follow
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
         self.waiting = WaitingNodes()
+        self._faults = Faults(self.rooms, self.table, self.waiting)
         self._waiting_at = 0.0  # when they are looked at next
 
     def check_lead(self) -> None:
@@ -110,21 +114,24 @@ class Engine:
         word is settled, and made durable, at once.
         """
         self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self.revision, wakes_at=now)
-        believed = self.pace(job.run_id)
-        patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
-        for uid in job.nodes:
-            self.table.attend(job.run_id, uid, ABSENT, now, patience)
+        try:
+            believed = self.pace(job.run_id)
+            patience = replace(believed, lease_s=max(believed.lease_s, job.spec.timing.recovery_s))
+            for uid in job.nodes:
+                self.table.attend(job.run_id, uid, ABSENT, now, patience)
+        except Exception as error:  # noqa: BLE001 -- it is logged there
+            self.fail(job.run_id, "was taken over", error)
 
     def set_aside(self, run_id: str, why: str) -> None:
         """Serve no job of this run id, whose record is not to be touched; before `run`."""
-        self.unserved[run_id] = why
+        self._faults.unserved[run_id] = why
 
     # ------------------------------------------------------------------------------------------ what streams call
 
     def heard(self, run_id: str, event: NodeHeard, stream: Stream, seen: tuple[str, int]) -> Attendance | None:
         """Take in what a node says anew. Its place is told once that is durable. None: a newer stream speaks for it.
         Raises NotServed."""
-        self._check_served(run_id)
+        self._faults.check(run_id)
         row = self.table.attend(run_id, event.uid, stream, self.clock.now(), self.pace(run_id))
         if row is None:
             return None
@@ -140,7 +147,7 @@ class Engine:
         if not row.attached or row.stream is not stream:
             return False
         row.heard_at = row.spoke_at = self.clock.now()
-        row.lease_s = self.pace(row.run_id).lease_s
+        self.table.lend(row, self.pace(row.run_id).lease_s)
         return True
 
     def stream_ended(self, row: Attendance, stream: Stream) -> None:
@@ -163,29 +170,46 @@ class Engine:
         """Return a job's room. Raises NoSuchJob, NotServed."""
         room = self.rooms.get(run_id)
         if room is None:
-            self._check_served(run_id)
+            self._faults.check(run_id)
             raise NoSuchJob(f"there is no job {run_id!r}; it never began, or ended some time ago")
         return room
 
-    def _check_served(self, run_id: str) -> None:
-        if (why := self.unserved.get(run_id)) is not None:
-            raise NotServed(why)
+    @property
+    def unserved(self) -> Mapping[str, str]:
+        """By run id: why this daemon does not serve the job."""
+        return self._faults.unserved
+
+    def fail(self, run_id: str, when: str, error: Exception) -> None:
+        """Serve this job no longer: there was a fault when it "was taken over", say."""
+        self._faults.fail(run_id, when, error)
+        self._faults.send_back(run_id, self._inbox.pop(run_id, ()))
 
     def explain(self, room: Room) -> str:
-        """Return why the job is where it is, and what is wrong with the backend."""
-        text = room.explain(self.clock.now())
+        """Return why the job is where it is, and what is wrong with it or the backend."""
+        if (why := self.unserved.get(room.job.run_id)) is not None:
+            return why
         trouble = "" if self.shared is None else self.shared.trouble()
-        return f"{text}; {trouble}" if trouble else text
+        return "; ".join(filter(None, (room.explain(self.clock.now()), room.trouble, trouble)))
 
     async def tell(self, run_id: str, event: Event) -> None:
-        """Return once the event is part of the job, durably. Raises NoSuchJob."""
+        """Return once the event is part of the job, durably. Raises NoSuchJob, NotServed, and NotLeader when this
+        daemon stops to serve before it is."""
         self.room(run_id)
+        self._faults.check(run_id)
+        if self._over:
+            raise _not_done()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._post(run_id, Letter(event, done=done))
-        await done
+        self._asked.add(done)
+        try:
+            self._post(run_id, Letter(event, done=done))
+            await done
+        finally:
+            self._asked.discard(done)
 
     def check(self, run_id: str, job_uid: str, round_uid: str, generation: str) -> None:
-        """Let a store call through whose scope exists. Raises NoSuchJob, RoundOver, StoreLost or StillLearning."""
+        """Let a store call through whose scope exists. Raises NoSuchJob, NotServed, RoundOver, StoreLost or
+        StillLearning."""
+        self._faults.check(run_id)
         outlives = self.shared is not None and not round_uid
         if generation and generation != self.term and not outlives:  # first: the job may not be known here yet
             raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
@@ -216,6 +240,10 @@ class Engine:
                 group.create_task(self._fold_for_ever())
                 group.create_task(self._tick_for_ever())
         finally:
+            self._over = True
+            for done in self._asked:
+                if not done.done():
+                    done.set_exception(_not_done())
             for room in self.rooms.values():
                 for watcher in room.watchers:
                     watcher.set()
@@ -229,7 +257,7 @@ class Engine:
                 self.waiting.discard(row.run_id, row.uid)
                 silent_s = now - row.spoke_at
                 self._post(row.run_id, Letter(NodeLost(uid=row.uid, silent_s=silent_s, why=row.why(now))))
-            for run_id, room in self.rooms.items():
+            for run_id, room in list(self.rooms.items()):
                 if room.wakes_at is not None and now >= room.wakes_at:
                     room.wakes_at = None  # asked for again by the fold
                     self._post(run_id, Letter(TimePassed()))
@@ -237,19 +265,22 @@ class Engine:
                     self._delivery.settle_debts(room)
             if now >= self._waiting_at:
                 self._waiting_at = now + WAITING_S
-                self._take_up(now)
+                for run_id in self.waiting.run_ids():
+                    try:
+                        self._take_up(run_id, now)
+                    except Exception as error:  # noqa: BLE001 -- it is logged there
+                        self.fail(run_id, "was asked whether nodes must still wait for it", error)
 
-    def _take_up(self, now: float) -> None:
+    def _take_up(self, run_id: str, now: float) -> None:
         """Let nodes in that waited for the end of another job, and send those away that have waited too long."""
-        for run_id in self.waiting.run_ids():
-            room = self.rooms.get(run_id)
-            if room is not None:
-                for waiter in self.waiting.expired(run_id, now):
-                    self._refuse(run_id, waiter.event, waiter.stream, gave_up(room.job, waiter, now))
-            for waiter in self.waiting.due(run_id, None if room is None else room.job, now):
-                row = self.table.get(run_id, waiter.event.uid)
-                if row is not None and row.stream is waiter.stream and waiter.event.leaving is None:
-                    self._post(run_id, Letter(waiter.again(now), waiter.stream))
+        room = self.rooms.get(run_id)
+        if room is not None:
+            for waiter in self.waiting.expired(run_id, now):
+                self._refuse(run_id, waiter.event, waiter.stream, gave_up(room.job, waiter, now))
+        for waiter in self.waiting.due(run_id, None if room is None else room.job, now):
+            row = self.table.get(run_id, waiter.event.uid)
+            if row is not None and row.stream is waiter.stream and waiter.event.leaving is None:
+                self._post(run_id, Letter(waiter.again(now), waiter.stream))
 
     async def _fold_for_ever(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -262,20 +293,32 @@ class Engine:
                     group.create_task(self._serve(run_id, self._inbox.pop(run_id)))
 
     def _post(self, run_id: str, letter: Letter) -> None:
+        if run_id in self.unserved:
+            self._faults.send_back(run_id, [letter])
+            return
         self._inbox.setdefault(run_id, []).append(letter)
         self._letters.set()
 
     async def _serve(self, run_id: str, letters: list[Letter]) -> None:
-        """Fold, commit, tell: for one job, in pieces."""
-        for start in range(0, len(letters), FOLD_MAX):
-            piece = letters[start : start + FOLD_MAX]
-            job = self._fold(run_id, piece)
-            if job is not None:
-                await self._commit(job, piece)
-            for letter in piece:
-                if letter.done is not None and not letter.done.done():  # the caller may have hung up
-                    letter.done.set_result(None)
-            await asyncio.sleep(0)
+        """Fold, commit, tell: for one job, in pieces. A fault ends the service of this job, and of no other."""
+        try:
+            for start in range(0, len(letters), FOLD_MAX):
+                piece = letters[start : start + FOLD_MAX]
+                job = self._fold(run_id, piece)
+                if job is not None:
+                    await self._commit(job, piece)
+                for letter in piece:
+                    if letter.done is not None and not letter.done.done():  # the caller may have hung up
+                        letter.done.set_result(None)
+                await asyncio.sleep(0)
+                if run_id in self.unserved:
+                    self._faults.send_back(run_id, letters[start + FOLD_MAX :])
+                    break
+        except NotLeader:
+            raise
+        except Exception as error:  # noqa: BLE001 -- it is logged there
+            self.fail(run_id, "was changed or written", error)
+            self._faults.send_back(run_id, letters)
         self._serving.discard(run_id)
         if run_id in self._inbox:
             self._letters.set()
@@ -288,9 +331,11 @@ class Engine:
             event = letter.event
             try:
                 if isinstance(event, NodeHeard):
+                    if not self._attended(run_id, job, letter, event):
+                        continue
                     found_job = self._which_job(run_id, job, event, now)
                     if found_job is None:
-                        self._set_aside(run_id, job, letter, now)
+                        self._let_wait(run_id, job, letter, now)
                         continue
                     job = found_job
                     self.waiting.discard(run_id, event.uid)
@@ -299,8 +344,30 @@ class Engine:
             except (LimitExceeded, NoSuchJob) as refusal:
                 assert isinstance(event, NodeHeard)
                 self._refuse(run_id, event, letter.stream, str(refusal))
-            except Exception:  # a bug met by one job must not take the others down; a job is a value
-                log.exception("bug: %s left out", type(event).__name__, extra={"run_id": run_id})
+                if job is not None:  # a refused node is none of the job
+                    job = step(job, NodeLost(uid=event.uid, silent_s=0.0, why=str(refusal)), now, self.limits)
+            except Exception as error:  # noqa: BLE001 -- a bug met by one job ends none
+                self._faults.leave_out(run_id, letter, error)
+        return self._without_ghosts(job, letters, now)
+
+    def _attended(self, run_id: str, job: Job | None, letter: Letter, event: NodeHeard) -> bool:
+        """Return whether what a node said counts: one that has been let go since would be a node of the job that is
+        never lost. It says all again with its next message."""
+        if (job is not None and event.uid in job.nodes) or self.table.get(run_id, event.uid) is not None:
+            return True
+        if letter.stream is not None:
+            letter.stream.forget()
+        return False
+
+    def _without_ghosts(self, job: Job | None, letters: list[Letter], now: float) -> Job | None:
+        """Return the job in which each node that spoke has a row in the table; by what others do, no node is added."""
+        for letter in letters:
+            event = letter.event
+            if job is None or not isinstance(event, NodeHeard) or event.uid not in job.nodes:
+                continue
+            if self.table.get(job.run_id, event.uid) is None:
+                lost = NodeLost(uid=event.uid, silent_s=0.0, why="it is no longer attended")
+                job = step(job, lost, now, self.limits)
         return job
 
     def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job | None:
@@ -319,30 +386,19 @@ class Engine:
             case Instance.NEW:
                 seed, uid = secrets.token_hex(16), JobUid(secrets.token_hex(8))
                 if job is not None:
-                    self._make_way(job)
+                    self._superseded.setdefault(run_id, set()).update(job.nodes)
                     return superseding(job, event, uid=uid, seed=seed, now=now)
                 if len(self.rooms) >= self.limits.jobs:
                     raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
                 return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self.shared is not None)
 
-    def _set_aside(self, run_id: str, job: Job | None, letter: Letter, now: float) -> None:
+    def _let_wait(self, run_id: str, job: Job | None, letter: Letter, now: float) -> None:
         """Let a node wait for the end of this job, which is not its own."""
         event = letter.event
         assert isinstance(event, NodeHeard)
         assert job is not None
         if self.waiting.put(run_id, event, letter.stream, now):
             log.info("node %s waits: %s", event.name, why_it_waits(job, event, now), extra={"run_id": run_id})
-
-    def _make_way(self, job: Job) -> None:
-        """Let the nodes of a job go whose name is taken by a new submission."""
-        room = self.rooms.get(job.run_id)
-        if room is None or room.job.uid != job.uid:
-            return
-        log.info("superseded by a new submission", extra={"run_id": job.run_id})
-        if job.ending is not None and not job.ending.may_exit:
-            room.job = replace(job, ending=replace(job.ending, may_exit=True))
-            self._delivery.tell_all(room)
-        self._forget(room, f"job {job.run_id!r} was submitted anew; the one this node belongs to is over")
 
     def _refuse(self, run_id: str, event: NodeHeard, stream: Stream | None, text: str) -> None:
         self.waiting.discard(run_id, event.uid)
@@ -353,13 +409,17 @@ class Engine:
     async def _commit(self, job: Job, letters: list[Letter]) -> None:
         room = self.rooms.get(job.run_id)
         now = self.clock.now()
-        if (due_at := forgettable_at(job)) is not None and now >= due_at:
-            await self._drop(job)
-            return
         if room is not None and job is room.job:
+            # a job that changes is told first; so its nodes know all of it when it is dropped
+            if (due_at := forgettable_at(job)) is not None and now >= due_at:
+                await self._drop(room)
+                return
             self._delivery.answer(room, letters)
             room.wakes_at = wakes_at(job)
             return
+        let_go = self._superseded.pop(job.run_id, None)
+        if let_go is not None and room is not None:
+            await self._last_word(room)
         before = None if room is None else room.job
         if room is not None and fence.stops(room.job):  # what is read while a round's end is written renews no lease
             room.withheld = valid_round_uid(room.job) not in (NO_ROUND, valid_round_uid(job))
@@ -367,6 +427,8 @@ class Engine:
         if room is None:
             room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self.revision)
         room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
+        if let_go is not None:
+            self._let_go(before, job, let_go)
         self._end_namespaces(before, job)
         self._log(room)
         self._delivery.answer(room, letters)
@@ -382,23 +444,41 @@ class Engine:
             for namespaces in self._namespaces:
                 namespaces.round_over(before.running.uid)
 
-    async def _drop(self, job: Job) -> None:
-        room = self.rooms.pop(job.run_id)
-        await self._backend.delete(job.run_id, expected=room.stored)
-        self._forget(room, f"job {job.run_id!r} has ended, some time ago")
+    async def _last_word(self, room: Room) -> None:
+        """Let the nodes of an ended job go, whose name is taken by a new submission."""
+        ending = room.job.ending
+        if ending is not None and not ending.may_exit:
+            room.job = replace(room.job, ending=replace(ending, may_exit=True))
+            self._delivery.tell_all(room)
+            await asyncio.sleep(0)  # they are told how it is now, and soon it will be otherwise
 
-    def _forget(self, room: Room, why: str) -> None:
+    def _let_go(self, before: Job | None, job: Job, uids: set[NodeUid]) -> None:
+        """Forget the job that this one has taken the name of, and its nodes."""
+        self._forget_nodes(job.run_id, (uid for uid in uids if uid not in job.nodes))
+        if before is not None:
+            log.info("superseded by a new submission", extra={"run_id": job.run_id})
+            self._forget(before, f"job {job.run_id!r} was submitted anew; the one this node belongs to is over")
+
+    async def _drop(self, room: Room) -> None:
         job = room.job
+        del self.rooms[job.run_id]
+        await self._backend.delete(job.run_id, expected=room.stored)
+        self._forget_nodes(job.run_id, job.nodes)
+        self._forget(job, f"job {job.run_id!r} has ended, some time ago")
+        for watcher in room.watchers:
+            watcher.set()
+
+    def _forget_nodes(self, run_id: str, uids: Iterable[NodeUid]) -> None:
+        for row in self.table.of(run_id, uids):
+            self.table.drop(run_id, row.uid)
+            row.stream.forget()
+
+    def _forget(self, job: Job, why: str) -> None:
         self._finished[job.uid] = why
         while len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
-        for row in self.table.of(job.run_id, iter(job.nodes)):
-            self.table.drop(row.run_id, row.uid)
-            row.stream.forget()
         for namespaces in self._namespaces:
             namespaces.job_gone(job.uid)
-        for watcher in room.watchers:
-            watcher.set()
 
     def _log(self, room: Room) -> None:
         """Log the explanation when it says something new; a countdown is nothing new."""
@@ -408,3 +488,8 @@ class Engine:
             room.said = said
             number = room.job.known.round
             log.info("%s", text, extra={"run_id": room.job.run_id, "round": number})
+
+
+def _not_done() -> NotLeader:
+    """An exception of its own for each caller."""
+    return NotLeader("the daemon stopped to serve before this was durable; look how the job is, and ask again")

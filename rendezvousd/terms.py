@@ -103,8 +103,11 @@ async def _attending(office: Office, engine: Engine, stores: Stores | None) -> A
     await office.health.set(serving=True)
     try:
         yield engine
-    except NotLeader as reason:
-        why = f"this daemon no longer leads: {reason}"
+    except BaseException:  # mostly a cancellation, also where the term is what ends
+        try:
+            engine.check_lead()
+        except NotLeader as reason:
+            why = f"this daemon no longer leads: {reason}"
         raise
     finally:
         office.desk.close(why)

@@ -149,7 +149,7 @@ class JoinStream:
         self._wanted = False
         self._refused = ""
         self._over = False
-        self._last = b""  # the last message without its seq
+        self._last: bytes | None = None  # the last message without its seq; None: the next one is news
         self._seq = bytes(SEQ_BYTES)
         self._row: Attendance | None = None
         self._specs: Specs | None = None
@@ -157,16 +157,25 @@ class JoinStream:
         self.uid = NodeUid("")
         self.stream_no = 0
         self.attended = False  # the node says that a daemon has attended it before
+        self.failed = ""  # why it is ended from this side
+        self._reader: asyncio.Task[Any] | None = None
 
     async def serve(self) -> None:
         """Read until the stream ends. Raises BadRequest, NotServed."""
+        self._reader = asyncio.current_task()
         while (data := await self._context.read()) is not grpc.aio.EOF:
-            if data[:-SEQ_BYTES] == self._last and self._row is not None:
+            if self._row is not None and data[:-SEQ_BYTES] == self._last:
                 self._seq = data[-SEQ_BYTES:]
                 if self._engine.heartbeat(self._row, self):
                     self.notify()
                     continue
             self._news(data)
+
+    @property
+    def unserved_code(self) -> grpc.StatusCode:
+        """With what a stream ends whose job is not served: a node that may have workers goes on asking, and a new one
+        need not begin."""
+        return grpc.StatusCode.UNAVAILABLE if self.attended else grpc.StatusCode.FAILED_PRECONDITION
 
     def end(self) -> None:
         """Let go of everything; the stream is over."""
@@ -198,7 +207,9 @@ class JoinStream:
             raise BadRequest("the first message of a stream must have a spec")
         event = node_heard(state, self._specs, engine.limits)
         self.attended = bool(event.resumed or event.known.job_uid)
-        self._last, self._seq = data[:-SEQ_BYTES], state.seq.to_bytes(SEQ_BYTES, "little")
+        self._seq = state.seq.to_bytes(SEQ_BYTES, "little")
+        # Only where `seq` is what the last bytes are, they are all in which a heartbeat differs.
+        self._last = data[:-SEQ_BYTES] if data.endswith(SEQ_TAG + self._seq) else None
         seen = (state.seen.term, state.seen.revision)
         self._row = self._engine.heard(self.run_id, event, self, seen)
 
@@ -219,12 +230,20 @@ class JoinStream:
             self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def forget(self) -> None:
-        self._row, self._last = None, b""
+        self._row = self._last = None
 
     def refuse(self, text: str) -> None:
         self.forget()
         self._refused = text
         self.notify()
+
+    def fail(self, text: str) -> None:
+        """End the stream with this reason; `join` says it."""
+        self.forget()
+        if not self.failed and not self._over:
+            self.failed = text
+            if self._reader is not None:
+                self._reader.cancel()
 
     async def _write(self) -> None:
         while self._wanted:
@@ -236,6 +255,9 @@ class JoinStream:
                     data = self._renderer.place(self.run_id, self.uid, self._seq)
             except NotLeader:
                 return  # all streams are about to be ended with the reason
+            except Exception as error:  # noqa: BLE001 -- it is logged there
+                self._engine.fail(self.run_id, "was told to its nodes", error)
+                return
             if data:
                 try:  # a stream that is gone is its reader's news, not the writer's
                     await self._context.write(data)
@@ -269,13 +291,14 @@ class RendezvousStreams:
             await stream.serve()
         except BadRequest as refusal:
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refusal))
-        except NotServed as refusal:  # a node that may have workers goes on asking; a new one need not begin
-            retry = grpc.StatusCode.UNAVAILABLE if stream.attended else grpc.StatusCode.FAILED_PRECONDITION
-            await stream.abort(retry, str(refusal))
+        except NotServed as refusal:
+            await stream.abort(stream.unserved_code, str(refusal))
         except asyncio.CancelledError:
-            if not self._ending:
-                raise
-            await stream.abort(grpc.StatusCode.UNAVAILABLE, self._ending)
+            if self._ending:
+                await stream.abort(grpc.StatusCode.UNAVAILABLE, self._ending)
+            if stream.failed:
+                await stream.abort(stream.unserved_code, stream.failed)
+            raise
         finally:
             stream.end()
             self._open.discard(task)

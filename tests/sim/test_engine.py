@@ -51,6 +51,7 @@ class SimNode:
         self.stream_no = 1
         self.notified = 0
         self.refused = ""
+        self.failed = ""
         self.forgotten = False
         self.row: Attendance | None = None
         self.held: Held | None = None
@@ -70,6 +71,9 @@ class SimNode:
 
     def refuse(self, text: str) -> None:
         self.refused = text
+
+    def fail(self, text: str) -> None:
+        self.failed = text
 
     def say(self, *, seen: int = -1) -> None:
         event = NodeHeard(

@@ -87,3 +87,18 @@ def test_a_record_that_cannot_be_read_stays_and_only_its_run_id_is_refused(tmp_p
             asyncio.run(story(served.endpoint))
         assert asyncio.run(left(cluster)) == value
         assert text in served.text()
+
+
+def test_nodes_of_a_daemon_that_is_deposed_read_so(tmp_path: Path) -> None:
+    async def story(cluster: Cluster, endpoint: str) -> None:
+        async with cast(endpoint) as make, connected(cluster.access()) as client:
+            node = make("job", "a", "1")
+            await run_alone(node)
+            removal = etcd_pb2.RequestOp(delete_range=etcd_pb2.DeleteRangeRequest(key=b"/rendezvousd/leader"))
+            await client.txn(etcd_pb2.TxnRequest(success=[removal]))
+            refusal = await node.ended()
+            assert refusal.code() is grpc.StatusCode.UNAVAILABLE
+            assert "no longer leads: the leader's key is no longer this daemon's" in str(refusal.details())
+
+    with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
+        asyncio.run(story(cluster, served.endpoint))

@@ -71,8 +71,9 @@ def let_go(job: Job, now: float) -> Job:
 
 
 def forgettable_at(job: Job) -> float | None:
-    """Return when an ended job need not be remembered any longer: nobody asks for it, and nothing of it lives."""
-    if job.ending is None:
+    """Return when an ended job need not be remembered any longer: nobody asks for it, and nothing of it lives. None:
+    it has not ended, or its nodes have not read how."""
+    if job.ending is None or not job.ending.may_exit:
         return None
     timing = job.spec.timing
     lasts_s = max(timing.ended_s, bound_s(job.lease_s, timing.kill_s)) if stops(job) else timing.ended_s
