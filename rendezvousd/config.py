@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rendezvousd.core.liveness import LEASE_MAX_S
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.options import (
     CONFIG_VARIABLE,
@@ -156,6 +157,7 @@ def _near(name: str, known: list[str]) -> str:
 _ORDER = (
     ("settle", "settle-max"),
     ("grow-after", "grow-max"),
+    ("recovery", "recovery-max"),
     ("cooldown", "cooldown-max"),
     ("calm-soon", "calm-reset"),
     ("max-store-value-bytes", "max-store-bytes"),
@@ -172,6 +174,11 @@ def _check(config: Config, given: Mapping[str, _Given]) -> None:
                 f"{_said(config, given, low)} is more than {_said(config, given, high)}: expected at most it"
             )
     _check_etcd(config, given)
+    if config.timing.lease_s > LEASE_MAX_S:
+        raise ConfigError(
+            f"{_said(config, given, 'heartbeat')} and {_said(config, given, 'lease-intervals')}: a node that is silent "
+            f"would be lost after {config.timing.lease_s:g} s: expected at most a week, {LEASE_MAX_S:g} s, together"
+        )
     limits = config.limits
     room = limits.message_bytes - _ENVELOPE_BYTES
     if limits.store_key_bytes + limits.store_value_bytes > room:

@@ -22,6 +22,7 @@ from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
 from rendezvousd.core.errors import LimitExceeded, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
+from rendezvousd.core.kv import shown
 from rendezvousd.core.liveness import Pace
 from rendezvousd.core.machine import step, wakes_at
 from rendezvousd.core.model import NO_ROUND, Job, JobUid, NodeUid
@@ -171,7 +172,7 @@ class Engine:
         room = self.rooms.get(run_id)
         if room is None:
             self._faults.check(run_id)
-            raise NoSuchJob(f"there is no job {run_id!r}; it never began, or ended some time ago")
+            raise NoSuchJob(f"there is no job {shown(run_id)}; it never began, or ended some time ago")
         return room
 
     @property
@@ -212,9 +213,9 @@ class Engine:
         self._faults.check(run_id)
         outlives = self.shared is not None and not round_uid
         if generation and generation != self.term and not outlives:  # first: the job may not be known here yet
-            raise StoreLost(f"the daemon was restarted; what job {run_id!r} kept in its store is lost")
+            raise StoreLost(f"the daemon was restarted; what job {shown(run_id)} kept in its store is lost")
         if self._learning(run_id):
-            raise StillLearning(f"this daemon was just started, and is learning how job {run_id!r} stands")
+            raise StillLearning(f"this daemon was just started, and is learning how job {shown(run_id)} stands")
         room = self.room(run_id)
         if job_uid != room.job.uid:
             raise NoSuchJob(f"job {run_id!r} was submitted anew; the one you belong to is over")

@@ -8,6 +8,8 @@ from rendezvousd.core.settings import Timing
 
 # What a daemon answers without being busy: a spread-out heartbeat costs about 90 us of CPU, so 9 % of a core.
 HEARTBEATS_PER_S = 1000
+# Longest lease: a week. What is longer is an error, or comes of a job's wish and very many nodes.
+LEASE_MAX_S = 7 * 24 * 3600.0
 
 
 class Pace(Struct, frozen=True):
@@ -27,7 +29,7 @@ def pace(timing: Timing, nodes: int) -> Pace:
     heartbeat_s = max(timing.heartbeat_s, nodes / HEARTBEATS_PER_S)
     return Pace(
         heartbeat_s=heartbeat_s,
-        lease_s=heartbeat_s * timing.lease_intervals,
+        lease_s=min(heartbeat_s * timing.lease_intervals, LEASE_MAX_S),
         retry_max_s=max(1.0, nodes / HEARTBEATS_PER_S),
     )
 

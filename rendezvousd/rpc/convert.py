@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rendezvousd.core import model
 from rendezvousd.core.errors import BadRequest
 from rendezvousd.core.events import NodeHeard
+from rendezvousd.core.liveness import LEASE_MAX_S
 from rendezvousd.core.model import CauseKind, Departure, Ending, Failure, Outcome, Phase, RoundUid
 from rendezvousd.core.place import Assigned, Place, Wait, Waiting
 from rendezvousd.core.rules import fence
@@ -65,8 +66,25 @@ OUTCOMES = {
 
 # The widest a duration of a job may be, in seconds: a week. Longer ones are typing errors.
 DURATION_MAX_S = 7 * 24 * 3600.0
+# Nodes that speak more often would be a load, and one late message would be a lost node.
+HEARTBEAT_MIN_S = 0.05
 # The most worker processes of one node; the largest hosts have a few hundred cores.
 SLOTS_MAX = 4096
+# Longest identity: ours have 32 characters.
+UID_BYTES = 256
+# Longest address: a host name has at most 253 characters.
+ADDRESS_BYTES = 256
+DIGEST_BYTES = 64
+# What is counted: a 32-bit field has room for one more, and for the sum of two.
+COUNT_MAX = 2**31 - 1
+# Numbers of rounds and of streams, and milliseconds of a long life: exact in JSON and in floats, and far from 2^64.
+NUMBER_MAX = 2**53
+# Processes of one host: the largest pid that Linux gives.
+PIDS_MAX = 2**22
+EXIT_CODE_MAX = 255
+SIGNAL_MAX = 127  # a launcher that fails so exits with 128 and the signal
+PORT_MAX = 65535
+U32_MAX = 2**32 - 1
 
 
 # -------------------------------------------------------------------------------------------------------- upstream
@@ -82,9 +100,15 @@ class Specs(Struct, frozen=True):
 def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
     """Return what the node says, with texts cut to their limits. Raises BadRequest where it makes no sense."""
     _check_name("run_id", state.run_id, limits.run_id_bytes, required=True)
-    _check_name("node_uid", state.node_uid, limits.name_bytes, required=True)
+    _check_name("node_uid", state.node_uid, UID_BYTES, required=True)
     _check_name("node_name", state.node_name, limits.name_bytes)
     _check_name("submission", state.submission, limits.name_bytes)
+    _check_name("outcome_seen", state.outcome_seen, UID_BYTES)
+    _check_name("seen.term", state.seen.term, UID_BYTES)
+    _check_number("seen.revision", state.seen.revision, NUMBER_MAX)
+    _check_number("stream_no", state.stream_no, NUMBER_MAX)
+    _check_number("uptime_ms", state.uptime_ms, NUMBER_MAX)
+    _check_number("lease_ms", state.lease_ms, int(LEASE_MAX_S * 1000))
     return NodeHeard(
         uid=model.NodeUid(state.node_uid),
         name=state.node_name or state.node_uid[:8],
@@ -94,9 +118,9 @@ def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
         resumed=state.resumed,
         uptime_s=state.uptime_ms / 1000,
         lease_s=state.lease_ms / 1000,
-        known=_known(state.known),
+        known=_known(state.known, specs.job.max_nodes, limits),
         held=_held(state.held, limits) if state.HasField("held") else None,
-        offer=_offer(state.offer, limits) if state.HasField("offer") else None,
+        offer=_offer(state.offer) if state.HasField("offer") else None,
         leaving=_cut(state.leaving.reason, limits.name_bytes) if state.HasField("leaving") else None,
         outcome_seen=state.outcome_seen,
     )
@@ -107,6 +131,16 @@ def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float =
     that leads. Raises BadRequest where it makes no sense."""
     if not 1 <= spec.min_nodes <= spec.max_nodes:
         raise BadRequest(f"spec: need 1 <= min_nodes <= max_nodes, got {spec.min_nodes} and {spec.max_nodes}")
+    if spec.min_nodes > limits.nodes_per_job:
+        raise BadRequest(
+            f"spec.min_nodes: {spec.min_nodes} nodes are more than this daemon attends of one job "
+            f"(--max-nodes-per-job={limits.nodes_per_job})"
+        )
+    _check_number("spec.max_nodes", spec.max_nodes, COUNT_MAX)
+    _check_number("spec.max_restarts", spec.max_restarts, COUNT_MAX)
+    _check_number("spec.node_rank", spec.node_rank, COUNT_MAX)
+    if len(spec.entry_digest) > DIGEST_BYTES:
+        raise BadRequest(f"spec.entry_digest has {len(spec.entry_digest)} bytes, more than {DIGEST_BYTES}")
     if not 1 <= spec.slots <= SLOTS_MAX:
         raise BadRequest(f"spec.slots: need 1 to {SLOTS_MAX}, got {spec.slots}")
     _check_name("spec.role", spec.role, limits.name_bytes)
@@ -145,11 +179,17 @@ def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
         "short_round_s": timeouts.short_round_ms,
     }
     wanted = {name: ms / 1000 for name, ms in seconds.items() if ms}
-    for name, value in wanted.items():
+    for name, value in (*wanted.items(), ("lease_s", timeouts.lease_ms / 1000)):
         if value > DURATION_MAX_S:
-            raise BadRequest(f"spec.timeouts: {name} is {value:g} s, more than a week")
+            raise BadRequest(f"spec.timeouts.{name.removesuffix('s')}ms: {value:g} s are more than a week")
+    if 0 < timeouts.heartbeat_ms < HEARTBEAT_MIN_S * 1000:
+        raise BadRequest(
+            f"spec.timeouts.heartbeat_ms: a heartbeat every {timeouts.heartbeat_ms} ms is too often; need at least "
+            f"{HEARTBEAT_MIN_S * 1000:g} ms"
+        )
     if wanted:
         timing = replace(timing, **wanted)
+    _check_number("spec.timeouts.short_rounds_max", timeouts.short_rounds_max, COUNT_MAX)
     if timeouts.short_rounds_max:
         timing = replace(timing, short_rounds_max=timeouts.short_rounds_max)
     if timeouts.lease_ms:
@@ -160,6 +200,11 @@ def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
                 f"two heartbeats of {timing.heartbeat_s:g} s"
             )
         timing = replace(timing, lease_intervals=intervals)
+    if timing.lease_s > LEASE_MAX_S:
+        raise BadRequest(
+            f"spec.timeouts: a lease of {timing.lease_s:g} s ({timing.lease_intervals:g} heartbeats of "
+            f"{timing.heartbeat_s:g} s) is more than a week"
+        )
     return timing
 
 
@@ -180,6 +225,7 @@ def _stopping_timing(timing: Timing, takeover_s: float, *, given: bool) -> Timin
 
 
 def _held(held: pb.Held, limits: Limits) -> model.Held:
+    _check_number("held.alive", held.alive, PIDS_MAX)
     return model.Held(
         round_uid=RoundUid(held.assignment.round_uid),
         round=held.assignment.round,
@@ -188,11 +234,29 @@ def _held(held: pb.Held, limits: Limits) -> model.Held:
         failures=tuple(_failure(f, limits) for f in held.failures[: limits.failures_per_node]),
         master_unreachable=held.master_unreachable,
         store_lost=held.store_lost,
-        assignment=_assignment(held.assignment),
+        assignment=_assignment(held.assignment, limits),
     )
 
 
-def _assignment(told: pb.Assigned) -> model.Assignment:
+def _assignment(told: pb.Assigned, limits: Limits) -> model.Assignment:
+    _check_name("held.assignment.round_uid", told.round_uid, UID_BYTES)
+    _check_number("held.assignment.round", told.round, NUMBER_MAX)
+    _check_size("held.assignment.group_size", told.group_size, limits)
+    if told.group_rank >= max(1, told.group_size):
+        raise BadRequest(
+            f"held.assignment.group_rank: {told.group_rank} is no rank of a group of {told.group_size} nodes"
+        )
+    _check_number("held.assignment.slots", told.slots, SLOTS_MAX)
+    _check_number("held.assignment.first_rank", told.first_rank, COUNT_MAX)
+    _check_number("held.assignment.world_size", told.world_size, COUNT_MAX)
+    _check_number("held.assignment.role_first_rank", told.role_first_rank, COUNT_MAX)
+    _check_number("held.assignment.role_world_size", told.role_world_size, COUNT_MAX)
+    _check_number("held.assignment.restart_count", told.restart_count, COUNT_MAX)
+    _check_number("held.assignment.max_restarts", told.max_restarts, COUNT_MAX)
+    _check_name("held.assignment.master_addr", told.master_addr, ADDRESS_BYTES)
+    _check_number("held.assignment.master_port", told.master_port, PORT_MAX)
+    _check_name("held.assignment.master_offer_id", told.master_offer_id, UID_BYTES)
+    _check_name("held.assignment.store_generation", told.store_generation, UID_BYTES)
     return model.Assignment(
         group_rank=told.group_rank,
         group_size=told.group_size,
@@ -209,6 +273,11 @@ def _assignment(told: pb.Assigned) -> model.Assignment:
 
 
 def _failure(failure: pb.Failure, limits: Limits) -> Failure:
+    _check_number("held.failures.rank", failure.rank, COUNT_MAX)
+    _check_number("held.failures.local_rank", failure.local_rank, COUNT_MAX)
+    _check_number("held.failures.exit_code", failure.exit_code, EXIT_CODE_MAX)
+    _check_number("held.failures.signal", failure.signal, SIGNAL_MAX)
+    _check_number("held.failures.age_ms", failure.age_ms, NUMBER_MAX)
     return Failure(
         rank=failure.rank,
         local_rank=failure.local_rank,
@@ -221,11 +290,12 @@ def _failure(failure: pb.Failure, limits: Limits) -> Failure:
     )
 
 
-def _offer(offer: pb.Offer, limits: Limits) -> model.Offer:
-    _check_name("offer.offer_id", offer.offer_id, limits.name_bytes, required=True)
-    _check_name("offer.address", offer.address, limits.name_bytes, required=True)
-    if not 1 <= offer.port <= 65535:
-        raise BadRequest(f"offer.port: need 1 to 65535, got {offer.port}")
+def _offer(offer: pb.Offer) -> model.Offer:
+    _check_name("offer.offer_id", offer.offer_id, UID_BYTES, required=True)
+    _check_name("offer.after_round_uid", offer.after_round_uid, UID_BYTES)
+    _check_name("offer.address", offer.address, ADDRESS_BYTES, required=True)
+    if not 1 <= offer.port <= PORT_MAX:
+        raise BadRequest(f"offer.port: need 1 to {PORT_MAX}, got {offer.port}")
     return model.Offer(
         offer_id=offer.offer_id,
         after=RoundUid(offer.after_round_uid),
@@ -234,7 +304,16 @@ def _offer(offer: pb.Offer, limits: Limits) -> model.Offer:
     )
 
 
-def _known(known: pb.Known) -> model.Known:
+def _known(known: pb.Known, max_nodes: int, limits: Limits) -> model.Known:
+    _check_name("known.job_uid", known.job_uid, UID_BYTES)
+    _check_name("known.round_uid", known.round_uid, UID_BYTES)
+    _check_name("known.charged_round_uid", known.charged_round_uid, UID_BYTES)
+    _check_number("known.round", known.round, NUMBER_MAX)
+    _check_number("known.charged_round", known.charged_round, NUMBER_MAX)
+    _check_number("known.restarts_used", known.restarts_used, COUNT_MAX)
+    _check_size("known.group_size", known.group_size, limits)
+    if known.group_size > max_nodes:
+        raise BadRequest(f"known.group_size: {known.group_size} nodes are more than spec.max_nodes, {max_nodes}")
     return model.Known(
         job_uid=model.JobUid(known.job_uid),
         round=known.round,
@@ -258,6 +337,19 @@ def _check_name(name: str, value: str, limit: int, *, required: bool = False) ->
         raise BadRequest(f"{name} is empty")
     if (size := len(value.encode())) > limit:
         raise BadRequest(f"{name} has {size} bytes, more than {limit}")
+
+
+def _check_number(name: str, value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise BadRequest(f"{name}: need 0 to {most}, got {value}")
+
+
+def _check_size(name: str, nodes: int, limits: Limits) -> None:
+    if nodes > limits.nodes_per_job:
+        raise BadRequest(
+            f"{name}: {nodes} nodes are more than this daemon attends of one job "
+            f"(--max-nodes-per-job={limits.nodes_per_job})"
+        )
 
 
 def _cut(text: str, limit: int) -> str:
@@ -321,7 +413,7 @@ def status_pb(place: Place, max_restarts: int, generation: str) -> pb.Place:
         case Assigned():
             return pb.Place(assigned=_assigned_pb(place, max_restarts, generation))
         case Waiting():
-            left_ms = 0 if place.left_s is None else max(1, int(place.left_s * 1000))
+            left_ms = 0 if place.left_s is None else min(max(1, int(place.left_s * 1000)), U32_MAX)
             return pb.Place(waiting=pb.Waiting(reason=WAITS[place.reason], left_ms=left_ms))
         case Ending():
             return pb.Place(ended=ended_pb(place))
