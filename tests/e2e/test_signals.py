@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,35 @@ def test_a_schedulers_warning_is_passed_on_when_it_is_named(stage: Stage) -> Non
     launcher.says("^got SIGUSR1: passed on to 2 workers$")
     stage.order("finish")
     assert launcher.ends() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.03, 0.06, 0.1, 0.15, 0.25, 0.4])
+def test_a_signal_that_comes_while_the_launcher_starts_ends_it_without_a_traceback(
+    stage: Stage, number: signal.Signals, after_s: float
+) -> None:
+    """From its first instruction: before that it is Python that starts, and a signal ends that."""
+    launcher = stage.run("a", "--no-python", "sleep", "60")
+    stage.until(lambda: b"rdzvrun" in _command(launcher), "the launcher is being executed")
+    time.sleep(after_s)
+    launcher.send(number)
+    assert launcher.ends() in (128 + number, -number)
+    assert "Traceback" not in launcher.text()
+
+
+@pytest.mark.parametrize("code", [0, 78])
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.05])
+def test_a_signal_after_the_outcome_does_not_take_its_place(stage: Stage, code: int, after_s: float) -> None:
+    launcher = stage.run("a", "--start-method=exec", "--no-python", "sh", "-c", f"exit {code}")
+    stage.until(lambda: "job succeeded" in launcher.text() or "job failed" in launcher.text(), "the outcome is said")
+    time.sleep(after_s)
+    with contextlib.suppress(ProcessLookupError):
+        launcher.send(signal.SIGTERM)
+    assert launcher.ends() == code
+
+
+def _command(launcher: Launcher) -> bytes:
+    return Path(f"/proc/{launcher.process.pid}/cmdline").read_bytes()
 
 
 # ---------------------------------------------------------------------------------------------------- outcomes
