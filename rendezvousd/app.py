@@ -41,11 +41,14 @@ GC_FULL_S = 600.0  # and how often all is looked at after all, so that cycles do
 
 
 async def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if an address cannot be listened on."""
+    """Serve until SIGTERM or SIGINT, unless they were ignored at the start. Raises ConfigError if an address cannot be
+    listened on."""
     raise_descriptor_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as nohup means it, and a launcher whose own daemon this is
         loop.add_signal_handler(number, stop.set)
     async with running(config) as addresses:
         announce(config, addresses)

@@ -217,6 +217,8 @@ class Launcher:
         self._tell(model.TimePassed())
 
     def _handle_signals(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored or blocked, the end of a child would not be noticed
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._ignored = frozenset(n for n in SIGNALS if signal.getsignal(n) is signal.SIG_IGN)
         named = {signal.Signals[name] for name in self._options.signals_to_handle}
         for number in {*SIGNALS, *named}:

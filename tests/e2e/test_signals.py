@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.kit import RDZVRUN, STAND_IN, Launcher, Stage
@@ -78,6 +80,53 @@ def test_a_signal_after_the_outcome_does_not_take_its_place(stage: Stage, code: 
 
 def _command(launcher: Launcher) -> bytes:
     return Path(f"/proc/{launcher.process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("zygote", [True, False], ids=["zygote", "exec"])
+def test_a_signal_to_every_process_of_a_node_breaks_nothing(stage: Stage, zygote: bool) -> None:
+    """As a scheduler sends its warning, and systemctl kill: workers get it, and what serves them lives on."""
+    named = "--signals-to-handle=SIGTERM,SIGUSR1"
+    launcher = start(stage, "--nproc-per-node=2", named, SPEAKER, "signals", zygote=zygote)
+    said(stage, 0, 1)
+    root = psutil.Process(launcher.process.pid)
+    below = {process.pid: process.create_time() for process in root.children(recursive=True)}
+    workers = {int((stage.directory / f"said-{rank}").read_text()) for rank in (0, 1)}
+    root.send_signal(signal.SIGUSR1)
+    for process in root.children(recursive=True):
+        process.send_signal(signal.SIGUSR1)
+        if process.pid not in workers:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGXCPU):
+                process.send_signal(number)
+    stage.until(lambda: {e["rank"] for e in stage.progress(name="SIGUSR1")} == {0, 1}, "both workers have got it")
+    launcher.says("^got SIGUSR1: passed on to 2 workers$")
+    after = {process.pid: process.create_time() for process in root.children(recursive=True)}
+    assert after == below, "no process has ended"
+    stage.order("finish")
+    assert launcher.ends() == 0
+    launcher.says("^round 1: ")
+    assert not launcher.said("round 2")
+
+
+@pytest.mark.parametrize("how", ["blocked", "ignored"])
+@pytest.mark.parametrize("method", ["zygote", "exec"])
+def test_a_launcher_started_with_sigchld_switched_off_notices_ends_and_workers_find_it_so(
+    stage: Stage, how: str, method: str
+) -> None:
+    switch = {
+        "blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])",
+        "ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    }[how]
+    before = [sys.executable, "-c", f"import os, signal, sys; {switch}; os.execv(sys.argv[1], sys.argv[1:])"]
+    found = (
+        "import signal; blocked = signal.SIGCHLD in signal.pthread_sigmask(signal.SIG_BLOCK, []); "
+        "ignored = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN; "
+        "print('FOUND', 'blocked' if blocked else 'ignored' if ignored else 'default'); raise SystemExit(5)"
+    )
+    script = stage.directory / "script.py"
+    script.write_text(found)
+    launcher = stage.run("a", f"--start-method={method}", str(script), before=before)
+    assert launcher.ends() == 5
+    assert f"FOUND {how}" in launcher.text()
 
 
 # ---------------------------------------------------------------------------------------------------- outcomes

@@ -22,6 +22,7 @@ Who is who, and what each file is for:
           bare_torch.py   its import of so much of torch as a store needs
     shared
       wire.py             frames and descriptors between two of them
+      dispositions.py     which signals they do not listen to, and how workers find them
       tree.py             who descends from whom
       clearing.py         killing everything below a process
 

@@ -11,9 +11,10 @@ It is the watchdog too where workers may not outlive their node's lease (`--on-d
 the lease, and told again when it is renewed, and kills everything below it at that instant, even while the launcher and
 the spawner are stopped.
 
-Run by path as `python -S -E -s keeper.py SOCKET IGNORED NOFILE ISOLATE [FENCE]`; the spawner is a fork of it (see there
-for the first three). ISOLATE is "pid" for a PID namespace, in which the kernel itself lets nothing outlive the spawner,
-or empty. FENCE is a pipe of instants (wire.INSTANT), of which the last counts; without it there is no lease.
+Run by path as `python -S -E -s keeper.py SOCKET IGNORED BLOCKED NOFILE ISOLATE [FENCE]`; the spawner is a fork of it
+(see there for the first four). ISOLATE is "pid" for a PID namespace, in which the kernel itself lets nothing outlive
+the spawner, or empty. FENCE is a pipe of instants (wire.INSTANT), of which the last counts; without it there is no
+lease.
 """
 
 from __future__ import annotations
@@ -33,24 +34,23 @@ if TYPE_CHECKING:
 
     from rdzv.processes import isolation, spawner
     from rdzv.processes.clearing import clear, send
+    from rdzv.processes.dispositions import Given, be_deaf
     from rdzv.processes.wire import INSTANT, Channel
 else:  # run by path: sys.path[0] is this directory
     import isolation
     import spawner
     from clearing import clear, send
+    from dispositions import Given, be_deaf
     from wire import INSTANT, Channel
 
 PR_SET_CHILD_SUBREAPER = 36
 # How often the clock is looked at while a lease runs.
 LOOK_S = 0.2
-# What is meant for a launcher, and reaches whoever shares a name or a terminal with it.
-DEAF_TO = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
-    for number in DEAF_TO:
-        signal.signal(number, signal.SIG_IGN)
-    socket_fd, ignored, nofile, isolate, *fence = sys.argv[1:]
+    be_deaf()
+    socket_fd, ignored, blocked, nofile, isolate, *fence = sys.argv[1:]
     fence_fd = int(fence[0]) if fence else -1
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     sock = socket.socket(fileno=int(socket_fd))
@@ -67,7 +67,11 @@ def main() -> None:
     if problem:
         channel.post({"is": "refused", "text": problem})
     else:
-        spawner.main(channel, frozenset(map(int, filter(None, ignored.split(",")))), int(nofile))
+        spawner.main(channel, Given(_numbers(ignored), _numbers(blocked)), int(nofile))
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(map(int, filter(None, text.split(","))))
 
 
 def _keep(sock: socket.socket, spawner_pid: int, fence_fd: int) -> NoReturn:

@@ -13,8 +13,8 @@ a grandchild of the zygote and adopted by the spawner at once, so that all are i
 differently. What waits for a zygote that dies before it is ready is started by exec.
 
 A fork of the keeper, which was started by path with these arguments: the descriptor of the socket, the signals that the
-launcher was started with ignored (comma separated), and the limit of open files it was started with. Working directory,
-umask and signal mask are those the launcher was started with, by plain inheritance.
+launcher was started with ignored, and with blocked (comma separated), and the limit of open files it was started with.
+Working directory and umask are those the launcher was started with, by plain inheritance.
 
 The wire. From the launcher, each with a field `do`:
 
@@ -27,7 +27,7 @@ The wire. From the launcher, each with a field `do`:
     stop {signal, grace_s}                                     workers, and whatever else is not a helper
     hurry {}                                                   the stop in progress has no grace left
     signal {id, signal}                                        a worker, if it runs its program, alone
-    end {id, grace_s}                                          one helper
+    end {id}                                                   one helper: KILL, as it has nothing to save
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
 ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; stopped {left}; zygote_ended {text, missing, exit_code,
@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 
     from rdzv.processes import tree
     from rdzv.processes.clearing import SWEEP_S, TICK_S, clear, dead_child, send
+    from rdzv.processes.dispositions import DEAF, Given
     from rdzv.processes.starting import Order, Zygote, read_now, start
     from rdzv.processes.wire import Body, Channel, Gone
 else:  # run by path: sys.path[0] is this directory
     import tree
     from clearing import SWEEP_S, TICK_S, clear, dead_child, send
+    from dispositions import DEAF, Given
     from starting import Order, Zygote, read_now, start
     from wire import Channel, Gone
 
@@ -70,14 +72,13 @@ PR_SET_CHILD_SUBREAPER = 36
 class Process:
     """A process that was started here and has not been reaped."""
 
-    __slots__ = ("exec_fd", "ident", "is_worker", "kill_at", "pid")
+    __slots__ = ("exec_fd", "ident", "is_worker", "pid")
 
     def __init__(self, order: Order, pid: int, exec_fd: int = -1) -> None:
         self.ident = order.ident
         self.pid = pid
         self.is_worker = order.is_worker
         self.exec_fd = exec_fd  # tells how its exec went; -1 once told, or without one
-        self.kill_at = float("inf")  # a helper that was told to end
 
 
 class Stop:
@@ -92,10 +93,10 @@ class Stop:
 
 
 class Spawner:
-    def __init__(self, channel: Channel, wakeup_fd: int, ignored: frozenset[int]) -> None:
+    def __init__(self, channel: Channel, wakeup_fd: int, given: Given) -> None:
         self._channel = channel
         self._wakeup_fd = wakeup_fd
-        self._ignored = ignored
+        self._given = given
         self._processes: dict[int, Process] = {}  # by pid
         self._lingering: dict[int, float] = {}  # group whose leader has ended → when it is killed
         self._stop: Stop | None = None
@@ -146,11 +147,7 @@ class Spawner:
 
     def _due(self, now: float) -> float | None:
         """Seconds until `_advance` has something to do; None: nothing is planned."""
-        instants = [
-            self._heir_due_at,
-            *self._lingering.values(),
-            *(process.kill_at for process in self._processes.values()),
-        ]
+        instants = [self._heir_due_at, *self._lingering.values()]
         if self._stop is not None:
             instants.append(now + TICK_S if self._stop.killed else self._stop.kill_at)
         first = min(instants, default=float("inf"))
@@ -172,7 +169,7 @@ class Spawner:
             case "signal":
                 self._signal(body["id"], body["signal"])
             case "end":
-                self._end(body["id"], body["grace_s"])
+                self._end(body["id"])
             case "zygote":
                 self._later, self._later_s = body["later"], body["later_s"]
                 self._start_zygote(Order({**body, "id": 0, "kind": "helper"}, fds))
@@ -189,7 +186,7 @@ class Spawner:
 
     def _exec(self, order: Order) -> None:
         try:
-            pid, exec_fd = start(order, self._ignored)
+            pid, exec_fd = start(order, self._given if order.is_worker else DEAF)
         except OSError as refused:
             self._fail(order, f"cannot fork: {refused.strerror}")
         else:
@@ -235,18 +232,17 @@ class Spawner:
             if process.ident == ident and process.exec_fd < 0:
                 send(os.kill, process.pid, number)
 
-    def _end(self, ident: int, grace_s: float) -> None:
+    def _end(self, ident: int) -> None:
         self._withdraw(lambda order: order.ident == ident)
         for process in self._processes.values():
             if process.ident == ident:
-                process.kill_at = time.monotonic() + grace_s
-                signal_group(process, signal.SIGTERM)
+                signal_group(process, signal.SIGKILL)
 
     # ------------------------------------------------------------------------------------------------ the zygote
 
     def _start_zygote(self, order: Order) -> None:
         try:
-            self._zygote = Zygote.start(order, self._ignored)
+            self._zygote = Zygote.start(order, self._given)
         except OSError as refused:
             order.close()
             text = f"cannot fork: {refused.strerror}"
@@ -374,10 +370,6 @@ class Spawner:
 
     def _advance(self, now: float) -> None:
         """Do what is due."""
-        for process in self._processes.values():
-            if now >= process.kill_at:
-                process.kill_at = float("inf")
-                signal_group(process, signal.SIGKILL)
         for group, kill_at in list(self._lingering.items()):
             if not send(os.killpg, group, signal.SIGKILL if now >= kill_at else 0) or now >= kill_at:
                 del self._lingering[group]
@@ -440,9 +432,9 @@ def signal_group(process: Process, number: int) -> None:
         send(os.kill, process.pid, number)
 
 
-def main(channel: Channel, ignored: frozenset[int], nofile: int) -> NoReturn:
-    """In a child of the keeper, until the launcher is gone. `ignored`: the signals that workers are to find ignored;
-    `nofile`: their soft limit of open files."""
+def main(channel: Channel, given: Given, nofile: int) -> NoReturn:
+    """In a child of the keeper, until the launcher is gone. `given`: how workers are to find signals; `nofile`: their
+    soft limit of open files."""
     keeper_pid = os.getppid()
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -452,7 +444,7 @@ def main(channel: Channel, ignored: frozenset[int], nofile: int) -> NoReturn:
     signal.set_wakeup_fd(signal_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        Spawner(channel, wakeup_fd, ignored).run()
+        Spawner(channel, wakeup_fd, given).run()
     except Gone:
         pass
     finally:

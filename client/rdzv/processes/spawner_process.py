@@ -31,6 +31,7 @@ _IGNORED_AT_START = tuple(
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
     if signal.getsignal(number) is signal.SIG_IGN
 )
+_BLOCKED_AT_START = tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 _NOFILE_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 # An interpreter without site-packages is up in 0.03 s; on a node with a slow shared file system it has been seen to
@@ -184,14 +185,14 @@ def _close(fd: int) -> None:
 def _start(isolate: str, fence_fd: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and our end of the wire. Its stderr is ours: a traceback of it must not get lost."""
     script = Path(__file__).with_name("keeper.py")
-    ignored = ",".join(map(str, _IGNORED_AT_START))
+    ignored, blocked = (",".join(map(str, numbers)) for numbers in (_IGNORED_AT_START, _BLOCKED_AT_START))
     try:
         ours, theirs = socket.socketpair()
     except OSError as refused:
         raise SpawnError(f"no wire to a spawner: {refused.strerror}") from refused
     with theirs:
         fd = theirs.fileno()
-        argv = [sys.executable, "-S", "-E", "-s", str(script), str(fd), ignored, str(_NOFILE_AT_START)]
+        argv = [sys.executable, "-S", "-E", "-s", str(script), str(fd), ignored, blocked, str(_NOFILE_AT_START)]
         argv += [isolate, *([] if fence_fd < 0 else [str(fence_fd)])]
         fds = [fd, *([] if fence_fd < 0 else [fence_fd])]
         try:

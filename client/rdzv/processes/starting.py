@@ -12,22 +12,11 @@ TYPE_CHECKING = False  # as in typing, which costs milliseconds to import
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from rdzv.processes.dispositions import Given, of_zygote, set_for_exec
     from rdzv.processes.wire import Body, Channel, Gone, to_bytes
 else:  # run by path: sys.path[0] is this directory
+    from dispositions import Given, of_zygote, set_for_exec
     from wire import Channel, Gone, to_bytes
-
-# Signals that the spawner, or any Python, treats otherwise than a program expects to find them.
-ALTERED = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGPIPE,
-    signal.SIGXFSZ,
-    signal.SIGCHLD,
-)
 
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -51,9 +40,9 @@ class Order:
         self.fds = []
 
 
-def start(order: Order, ignored: frozenset[int]) -> tuple[int, int]:
+def start(order: Order, given: Given) -> tuple[int, int]:
     """Fork, and let the child become the program. Returns its pid and a descriptor that ends when the exec has
-    succeeded, or first says why it has not. `ignored`: signals that the program is to find ignored. Raises OSError."""
+    succeeded, or first says why it has not. `given`: how it finds signals. Raises OSError."""
     argv = [to_bytes(word) for word in order.body["argv"]]
     env = {to_bytes(name): to_bytes(value) for name, value in order.body["env"].items()}
     own_pid = os.getpid()
@@ -65,14 +54,14 @@ def start(order: Order, ignored: frozenset[int]) -> tuple[int, int]:
         os.close(child_fd)
         raise
     if pid == 0:
-        _become(argv, env, order.fds, child_fd, own_pid, ignored)
+        _become(argv, env, order.fds, child_fd, own_pid, given)
     os.close(child_fd)
     order.close()
     return pid, exec_fd
 
 
 def _become(
-    argv: list[bytes], env: dict[bytes, bytes], fds: list[int], error_fd: int, parent: int, ignored: frozenset[int]
+    argv: list[bytes], env: dict[bytes, bytes], fds: list[int], error_fd: int, parent: int, given: Given
 ) -> NoReturn:
     """In the child: turn into the program. What prevents it is written to `error_fd`."""
     try:
@@ -81,8 +70,7 @@ def _become(
             os._exit(127)
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in ALTERED:
-            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        set_for_exec(given)
         # First out of the way of the numbers to be filled, then into place. All else is close-on-exec.
         *above, error_fd = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, len(fds)) for fd in (*fds, error_fd)]
         for place, fd in enumerate(above):
@@ -119,17 +107,18 @@ class Zygote:
         self._problem: Body = {}
 
     @classmethod
-    def start(cls, order: Order, ignored: frozenset[int]) -> Zygote:
+    def start(cls, order: Order, given: Given) -> Zygote:
         """The first one, by exec. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             order.fds.append(os.dup(theirs.fileno()))
             try:
-                zygote = cls(ours, *start(order, ignored))
+                zygote = cls(ours, *start(order, of_zygote(given)))
             except OSError:
                 ours.close()
                 raise
-        zygote.channel.post(order.body["prepare"])
+        signals = {"ignored": list(given.ignored), "blocked": list(given.blocked)}
+        zygote.channel.post({**order.body["prepare"], **signals})
         return zygote
 
     def beget(self, modules: list[str]) -> Zygote:
@@ -155,7 +144,8 @@ class Zygote:
     def fork(self, order: Order) -> int:
         """Have it fork a process that runs the order's script. Returns a descriptor that tells its pid, or why it could
         not be started, or just ends when it will never be. Raises Gone, OSError. The order's descriptors are copied."""
-        return self._ask({"argv": order.body["argv"], "env": order.body["env"]}, order.fds)
+        body = {"argv": order.body["argv"], "env": order.body["env"], "worker": order.is_worker}
+        return self._ask(body, order.fds)
 
     def _ask(self, body: Body, fds: list[int]) -> int:
         """For a process. Returns the descriptor that tells its pid. Raises Gone, OSError."""

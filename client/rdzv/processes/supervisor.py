@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A helper that is told to end has nothing to save.
-HELPER_GRACE_S = 1.0
 # A spawner that has not stopped everybody so long after the grace is stuck, or was itself stopped: it is killed, and
 # the workers with it. (It sweeps for SWEEP_S, 5 s, at most.)
 STUCK_S = 10.0
@@ -259,7 +257,7 @@ class Supervisor:
             if isinstance(child, _Helper) and child.name == name:
                 child.ordered = True
                 if self._spawner is not None:
-                    self._spawner.link.post({"do": "end", "id": number, "grace_s": HELPER_GRACE_S})
+                    self._spawner.link.post({"do": "end", "id": number})
                 await child.gone.wait()
                 return
 

@@ -5,11 +5,12 @@ that what it forks differs as little as may be from `python -u script.py` (scrip
 the spawner is descriptor 3. It is single-threaded and stays pristine: no gRPC, no CUDA context, no parallel operation,
 because a fork of a process that has these hangs or fails.
 
-The wire. From the spawner, first what to prepare {argv, modules}: a worker's command line, and what to import, "torch"
-first. Then, whenever a process is wanted, {argv, env} and descriptors: those that become 0, 1, 2, ... of the new
-process, and one on which the process says its pid, or why there is none. With {heir: modules} instead the process that
-is wanted is the next zygote, which imports these as well, and its only descriptor is its wire. To the spawner, each
-with a field `is`: ready; failed {text, missing}, before it gives up; `missing`: there is no torch to import.
+The wire. From the spawner, first what to prepare {argv, modules, ignored, blocked}: a worker's command line, what to
+import, "torch" first, and how a worker finds signals. Then, whenever a process is wanted, {argv, env, worker} and
+descriptors: those that become 0, 1, 2, ... of the new process, and one on which the process says its pid, or why there
+is none. With {heir: modules} instead the process that is wanted is the next zygote, which imports these as well, and
+its only descriptor is its wire. To the spawner, each with a field `is`: ready; failed {text, missing}, before it gives
+up; `missing`: there is no torch to import.
 
 What it forks is adopted by the spawner: it is forked by an intermediate process that ends at once.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rdzv.processes import command_line
+    from rdzv.processes.dispositions import Given, set_for_worker
     from rdzv.processes.hidden import Recorder, Shelf, TorchVariables
     from rdzv.processes.script import Command
     from rdzv.processes.wire import Body, Channel, Gone, to_bytes
@@ -40,12 +42,13 @@ else:  # run by path. Nothing of this may be found later, neither the directory 
     if sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import command_line
+    from dispositions import Given, set_for_worker
     from hidden import Recorder, Shelf, TorchVariables
     from script import Command
     from wire import Channel, Gone, to_bytes
 
     del sys.path[0]
-    for _name in ("command_line", "hidden", "script", "wire"):
+    for _name in ("command_line", "dispositions", "hidden", "script", "wire"):
         del sys.modules[_name]
 
 # What a main module has to begin with, by this interpreter's version.
@@ -70,6 +73,7 @@ class Request:
     def __init__(self, body: Body, fds: list[int]) -> None:
         *self.fds, self.start_fd = fds
         self.heir: list[str] | None = body.get("heir")
+        self.worker: bool = body.get("worker", False)
         self.argv = [to_bytes(word) for word in body.get("argv", ())]
         self.env = {to_bytes(name): to_bytes(value) for name, value in body.get("env", {}).items()}
 
@@ -237,9 +241,11 @@ class Born:
         self._parent = parent
         self._parent_fd = parent_fd  # ends when the parent does
 
-    def become(self, shelf: Shelf, path: list[str]) -> Command:
+    def become(self, shelf: Shelf, path: list[str], given: Given) -> Command:
         """Be as a fresh interpreter would be; `path`: sys.path without its first entry. Returns what is to be run."""
         request = self.request
+        if request.worker:
+            set_for_worker(given)
         for place, fd in enumerate(request.fds):
             os.dup2(fd, place)
             os.close(fd)
@@ -297,6 +303,7 @@ def main() -> Command:
     try:
         select.select([channel], [], [])
         [(plan, _)] = channel.receive()
+        given = Given(frozenset(plan["ignored"]), frozenset(plan["blocked"]))
         prepared = Command(plan["argv"])
         prepared.set_up(list(sys.path))
         imports = Imports(plan["modules"])
@@ -315,7 +322,7 @@ def main() -> Command:
         channel.post({"is": "failed", "text": str(problem), "missing": isinstance(problem, ModuleNotFoundError)})
         os._exit(1)
     rest = sys.path[1:] if sys.path[:1] == [prepared.path0] else list(sys.path)
-    command = born.become(imports.shelf, rest)
+    command = born.become(imports.shelf, rest, given)
     born.settle(spawner)
     return command
 

@@ -89,7 +89,9 @@ def signals() -> None:
     got: list[str] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda n, _: got.append(signal.Signals(n).name))
-    (STAGE / f"said-{RANK}").touch()
+    hidden = STAGE / f".said-{RANK}"
+    hidden.write_text(str(os.getpid()))
+    hidden.rename(STAGE / f"said-{RANK}")
     told = 0
     while not (STAGE / "orders" / "finish").exists():
         time.sleep(POLL_S)
