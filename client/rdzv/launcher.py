@@ -62,7 +62,7 @@ class Launcher:
         self._tasks = asyncio.TaskGroup()
         self._stores = StoreHolder(fork=options.start_method == "zygote")
         self._storing, self._processing = asyncio.Lock(), asyncio.Lock()
-        self._own_daemon = OwnDaemon() if options.standalone else None
+        self._own_daemon = OwnDaemon(leases=options.on_daemon_loss == "stop") if options.standalone else None
         self._endpoints: tuple[Endpoint, ...] = options.endpoints
         self._session: Session | None = None
         self._early: list[model.LeaveAsked] | None = []  # signals that came before there was anything to stop

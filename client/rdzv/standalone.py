@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rdzv.processes.supervisor import Supervisor
 
 READY_S = 30.0  # from starting it to its word that it serves: 0.3 s, and a lot more from a slow shared file system
+NO_LEASE = 6 * 24 * 3600  # in seconds, and in heartbeats of one: longer than a launcher is ever stopped
 LINE_MAX = 256  # bytes of that word
 
 
@@ -25,7 +26,9 @@ class OwnDaemon:
 
     NAME = "daemon"
 
-    def __init__(self) -> None:
+    def __init__(self, *, leases: bool) -> None:
+        """`leases`: workers end with the lease of their node (--on-daemon-loss=stop), so it must be a usual one."""
+        self._leases = leases
         self._port = 0  # until it is known: any free one
 
     async def start(self, supervisor: Supervisor) -> Endpoint:
@@ -33,7 +36,7 @@ class OwnDaemon:
         ours, theirs = os.pipe()
         try:
             try:
-                await supervisor.start_helper(self.NAME, _argv(self._port), os.environ, [theirs])
+                await supervisor.start_helper(self.NAME, _argv(self._port, self._leases), os.environ, [theirs])
             finally:
                 os.close(theirs)
             line = await _line(ours)
@@ -41,15 +44,18 @@ class OwnDaemon:
             os.close(ours)
         if not line:
             await supervisor.stop_helper(self.NAME)
-            raise NotServing(f"the daemon of this launcher does not start; try: {' '.join(_argv(0)[:4])}")
+            raise NotServing(f"the daemon of this launcher does not start; try: {' '.join(_argv(0, True)[:4])}")
         endpoint = parse_endpoint(line)
         self._port = endpoint.port
         return endpoint
 
 
-def _argv(port: int) -> list[str]:
+def _argv(port: int, leases: bool) -> list[str]:
     # -P: a file in the working directory that has the name of a module is not meant for the daemon.
-    return [sys.executable, "-P", "-m", "rendezvousd", "--listen", f"127.0.0.1:{port}", "--ready-fd", "3"]
+    argv = [sys.executable, "-P", "-m", "rendezvousd", "--listen", f"127.0.0.1:{port}", "--ready-fd", "3"]
+    # Its only node is the launcher, with which it ends. One that is silent was stopped (Ctrl-Z, a debugger) with nobody
+    # to take its place, and its workers go on.
+    return argv if leases else [*argv, f"--lease-intervals={NO_LEASE}", f"--grace={NO_LEASE}"]
 
 
 async def _line(fd: int) -> str:

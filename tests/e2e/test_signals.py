@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.kit import RDZVRUN, STAND_IN, Launcher, Stage
+from rendezvousd.core.settings import Timing
+from tests.e2e.kit import RDZVRUN, STAND_IN, Launcher, Stage, frozen
 from tests.e2e.speaking import SPEAKER, said, start
 
 
@@ -105,6 +106,19 @@ def test_a_signal_to_every_process_of_a_node_breaks_nothing(stage: Stage, zygote
     assert launcher.ends() == 0
     launcher.says("^round 1: ")
     assert not launcher.said("round 2")
+
+
+def test_a_standalone_launcher_that_is_stopped_for_longer_than_a_lease_finds_its_workers_well(stage: Stage) -> None:
+    """Ctrl-Z and fg, or a debugger: no other node could have taken their place."""
+    launcher = stage.run("a", "--nproc-per-node=2", "--start-method=exec", *STAND_IN)
+    world = stage.world(2)
+    with frozen(launcher):
+        time.sleep(2 * Timing().lease_s)
+        stage.goes_on(world)
+    stage.goes_on(world)
+    stage.order("finish")
+    assert launcher.ends() == 0
+    assert {e["round"] for e in stage.progress()} == {1}
 
 
 @pytest.mark.parametrize("how", ["blocked", "ignored"])
