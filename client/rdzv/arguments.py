@@ -22,13 +22,15 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One option. `value` names its value in the help; None: a flag. `variable`: PET_NAME is its default."""
+    """One option. `value` names its value in the help; None: a flag. `variable`: PET_NAME is its default. `ours`:
+    torchrun has no such option."""
 
     name: str
     value: str | None
     help: str
     short: str | None = None
     variable: bool = True
+    ours: bool = False
 
     @property
     def dest(self) -> str:
@@ -66,14 +68,19 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
         Argument("master-addr", "HOST", "the daemon's host when no --rdzv-endpoint is given"),
         Argument("master-port", "PORT", "the daemon's port when no --rdzv-endpoint is given; default 29400"),
         Argument("local-addr", "HOST", "address at which the other nodes reach this one; default: found out"),
-        Argument("on-daemon-loss", "continue|stop", "what workers do while no daemon is heard; default continue"),
+        Argument(
+            "on-daemon-loss", "continue|stop", "what workers do while no daemon is heard; default continue", ours=True
+        ),
     ),
     "the workers": (
         Argument("module", None, "run a module, as python -m", short="-m"),
         Argument("no-python", None, "run the script itself, without python before it"),
         Argument("run-path", None, "run the script file in python whatever --no-python says"),
         Argument(
-            "no-retry-exit-codes", "CODE,FIRST-LAST,...", "a worker that ends with one of these ends the job at once"
+            "no-retry-exit-codes",
+            "CODE,FIRST-LAST,...",
+            "a worker that ends with one of these ends the job at once",
+            ours=True,
         ),
         Argument("shutdown-timeout", "SECONDS", "from telling workers to stop to killing them; default 30"),
         Argument(
@@ -82,14 +89,17 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
             "zygote: workers are forked from a process that has imported torch, so that they start in no time; "
             "exec: each is a new python; default zygote",
         ),
-        Argument("preload", "MODULE,...", "what the zygote imports besides torch"),
+        Argument("preload", "MODULE,...", "what the zygote imports besides torch", ours=True),
         Argument(
             "preload-later",
             "MODULE,...",
             "what it imports while the first round runs, for the workers of later ones; "
             "default torch._dynamo; '': nothing",
+            ours=True,
         ),
-        Argument("isolate", "pid", "run all workers in a PID namespace: nothing outlives them, whatever is killed"),
+        Argument(
+            "isolate", "pid", "run all workers in a PID namespace: nothing outlives them, whatever is killed", ours=True
+        ),
         Argument("virtual-local-rank", None, "every worker sees its own GPU as device 0, and LOCAL_RANK 0"),
         Argument(
             "numa-binding",
@@ -107,10 +117,16 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
             "chaos",
             "KIND=TIME,...",
             "strike this node on purpose, at random, so often on average: kill-worker, stop-worker, kill-node",
+            ours=True,
         ),
     ),
     "logs": (
-        Argument("console", "all|rank0", "whose output is shown; rank0: its own, and the stderr of all; default all"),
+        Argument(
+            "console",
+            "all|rank0",
+            "whose output is shown; rank0: its own, and the stderr of all; default all",
+            ours=True,
+        ),
         Argument("log-dir", "DIR", "directory for the workers' log files"),
         Argument("redirects", "STREAMS", "streams that go to files: 0 to 3, or RANK:STREAMS,...", short="-r"),
         Argument("tee", "STREAMS", "streams that go to files and to the console", short="-t"),
@@ -161,20 +177,37 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str | None, Sequence[str]]:
     """The options, the script, and what follows it. Whatever stands behind the script is the script's."""
+    head: list[str] = []
     at = 0
     while at < len(argv):
         token = argv[at]
         if token == "--":
             rest = argv[at + 1 :]
-            return list(argv[:at]), rest[0] if rest else None, rest[1:]
+            return head, rest[0] if rest else None, rest[1:]
         if not token.startswith("-") or token == "-":
-            return list(argv[:at]), token, argv[at + 1 :]
+            return head, token, argv[at + 1 :]
+        token = _spelled_out(token)
+        head.append(token)
         at += 1
         if _wants_next(token):
             if at == len(argv) or _looks_like_option(argv[at]):
                 raise UsageError(f"{token} expects a value: {token} {_find(token).value}")
+            head.append(argv[at])
             at += 1
-    return list(argv), None, ()
+    return head, None, ()
+
+
+def _spelled_out(token: str) -> str:
+    """Return the option with its whole name. torchrun takes any beginning that is one of its own options alone, and
+    public scripts use that; so it means that option here, too, whichever of ours begin alike. Raises UsageError."""
+    name, equals, value = token.partition("=")
+    options = ARGUMENTS.values()
+    if not name.startswith("--") or name == "--help" or any(name in option.spellings for option in options):
+        return token
+    found = [o for o in options if not o.ours and any(spelling.startswith(name) for spelling in o.spellings)]
+    if len(found) > 1:
+        raise UsageError(f"{name} may be {' or '.join(f'--{option.name}' for option in found)}: write it out")
+    return f"--{found[0].name}{equals}{value}" if found else token
 
 
 def _wants_next(token: str) -> bool:

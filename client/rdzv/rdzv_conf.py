@@ -12,6 +12,8 @@ Grow = Literal["quiet", "now", "never"]
 
 # Durations cross the wire as 32 bits of milliseconds, where 0 means "the daemon's default".
 _SECONDS_MAX = (2**32 - 1) // 1000
+# A week: the longest that the daemon takes.
+_LONGEST_S = 7 * 24 * 3600
 # Bounds that the daemon applies by default to settle and grow times. A job that asks for a longer quiet time means it.
 _QUIET_BOUND_S = 30.0
 # torchrun's c10d defaults, which its users leave out when they give only one of the two.
@@ -75,6 +77,9 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
             notes.append(f"{key} has no effect: {_WITHOUT_EFFECT[key]}")
         elif key in _READERS:
             values[key] = _READERS[key](key, raw)
+            if _READERS[key] is _seconds and values[key] > _LONGEST_S:
+                values[key] = float(_LONGEST_S)
+                notes.append(f"{key}={raw} is taken as {_LONGEST_S}, a week: the daemon takes nothing longer")
         else:
             raise ValueError(_unknown(key))
     conf, more = _assemble(values)
@@ -154,8 +159,8 @@ def _seconds(key: str, raw: str) -> float:
     except ValueError:
         value = math.nan
     # 0 would be sent as "the default", which is the opposite of what was meant.
-    if not 0 < value <= _SECONDS_MAX:
-        raise ValueError(f"{key}={raw}: expected seconds, more than 0 and at most {_SECONDS_MAX}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key}={raw}: expected seconds, more than 0")
     return value
 
 
@@ -220,6 +225,9 @@ _WITHOUT_EFFECT = {
     "is_host": "the daemon hosts the rendezvous, no node does",
     "store_type": "the daemon hosts the rendezvous, not a store of one node",
     "rank": "use --node-rank",
+    "overlap_timeout": "torchrun does not know it either",
+    "rdzv_backend": "torchrun does not read it here either: it is an option of its own",
+    "rdzv_endpoint": "torchrun does not read it here either: it is an option of its own",
     "read_timeout": "calls to the daemon have no timeout of their own; a silent one is left after two heartbeats",
     "heartbeat_timeout": "a heartbeat is answered within its interval, or the next endpoint is tried",
     "close_timeout": "closing needs no agreement among the nodes",

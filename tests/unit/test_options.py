@@ -306,10 +306,11 @@ def test_a_bad_endpoint_is_named(flag: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--nproc-per-nod=2"], "unknown option --nproc-per-nod: did you mean --nproc-per-node?"),
-        (["--nproc_per_nod", "2"], "did you mean --nproc-per-node?"),
+        (["--nproc-per-nodes=2"], "unknown option --nproc-per-nodes: did you mean --nproc-per-node?"),
+        (["--nproc_per_nodes", "2"], "did you mean --nproc-per-node?"),
+        (["--rdzv", "2"], "--rdzv may be --rdzv-endpoint or --rdzv-id or --rdzv-conf or --rdzv-backend: write it out"),
+        (["--preloa=x"], "unknown option --preloa: did you mean --preload?"),
         (["-nnodes=2"], "unknown option -nnodes: did you mean --nnodes?"),
-        (["--nproc", "2"], "unknown option --nproc"),
         (["--learning-rate=1"], "options of the training script go behind"),
         (["--standalone=1"], "--standalone takes no value"),
         (["--nnodes", "--standalone"], "--nnodes expects a value"),
@@ -324,6 +325,37 @@ def test_a_bad_endpoint_is_named(flag: str, text: str) -> None:
 )
 def test_a_mistake_is_explained(argv: list[str], said: str) -> None:
     assert said in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "dest", "text"),
+    [
+        (["--nnode=1", "train.py"], "nnodes", "1"),
+        (["--nproc_per", "3", "train.py"], "nproc_per_node", "3"),
+        (["--nproc", "3", "train.py"], "nproc_per_node", "3"),
+        (["--max-r=4", "train.py"], "max_restarts", "4"),
+        (["--master_p", "29500", "train.py"], "master_port", "29500"),
+        (["--no_p", "train.py"], "no_python", "1"),
+        (["--no-p", "train.py"], "no_python", "1"),
+    ],
+)
+def test_a_beginning_that_is_one_of_torchruns_options_alone_means_it(argv: list[str], dest: str, text: str) -> None:
+    line = read(argv, {})
+    assert (line.given[dest].text, line.script) == (text, "train.py")
+
+
+def test_a_beginning_that_an_option_of_ours_shares_is_still_torchruns() -> None:
+    """--no-retry-exit-codes begins with --no-, too."""
+    assert read(["--no-", "train.py"], {}).given["no_python"].text == "1"
+
+
+def test_the_options_that_are_ours_alone_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    theirs = {option.strip("-").replace("-", "_") for a in get_args_parser()._actions for option in a.option_strings}
+    newer = {"numa_binding", "shutdown_timeout", "signals_to_handle", "virtual_local_rank", "event_log_handler"}
+    for dest, argument in ARGUMENTS.items():
+        assert argument.ours == (dest not in theirs) or dest in newer, dest
 
 
 def test_help_and_version_end_the_program(capsys: pytest.CaptureFixture[str]) -> None:

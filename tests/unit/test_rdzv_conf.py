@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv.options import Options, UsageError, parse
-from rdzv.rdzv_conf import known_keys
+from rdzv.rdzv_conf import known_keys, parse_rdzv_conf
 from rendezvousd.v1.rendezvous_pb2 import Timeouts
 
 
@@ -90,7 +90,6 @@ def test_unknown_keys_are_refused_with_the_one_that_was_meant_or_those_there_are
         "join_timeout=-1",
         "join_timeout=inf",
         "join_timeout=nan",
-        "join_timeout=4294968",
         "keep_alive_max_attempt=1.5",
         "keep_alive_max_attempt=0",
         "short_rounds_max=a",
@@ -127,6 +126,18 @@ def test_a_bad_value_names_key_and_value(text: str) -> None:
 )
 def test_what_makes_no_sense_is_said(text: str, said: str) -> None:
     assert said in conf_refusal(text)
+
+
+def test_a_duration_that_is_longer_than_a_week_is_cut_with_a_word() -> None:
+    conf = parse_rdzv_conf("join_timeout=36000000")
+    assert conf.join_s == 7 * 24 * 3600
+    assert conf.notes == ("join_timeout=36000000 is taken as 604800, a week: the daemon takes nothing longer",)
+
+
+@pytest.mark.parametrize("key", ["overlap_timeout", "rdzv_backend", "rdzv_endpoint"])
+def test_what_torch_ignores_in_silence_is_one_note(key: str) -> None:
+    (note,) = parse_rdzv_conf(f"{key}=x").notes
+    assert note.startswith(f"{key} has no effect: ")
 
 
 @given(st.sampled_from(known_keys()), st.text(max_size=12))
