@@ -254,6 +254,8 @@ class Launcher:
                     self._say(model.Topic.WARN, f"the zygote ended ({fact.text}); workers are started by exec")
             case facts.HeirEnded():
                 self._say(model.Topic.WARN, f"not imported in advance: {fact.text}")
+            case facts.LeftBehind():
+                self._say(model.Topic.NEWS, wording.left_behind(fact.names, fact.kill_s))
             case facts.SpawnerEnded():
                 fenced = self._agent.fence is not None and boottime() >= self._agent.fence.until
                 text = f"{fact.text}; all processes of this node ended with it"
@@ -383,7 +385,7 @@ class Launcher:
             grace_s = 0.0 if self._hurried else order.grace_s
             # Workers inherit what this process was started with ignored, as a script's background jobs are with SIGINT.
             number = signal.SIGTERM if order.signal in self._ignored else order.signal
-            await self._supervisor.stop(signal=number, grace_s=grace_s)
+            await self._supervisor.stop(signal=number, grace_s=grace_s, next_round=order.next_round)
             if self._reading:
                 await asyncio.wait(self._reading)  # how they ended is told before that they are gone
             await self._workers.gone()

@@ -372,11 +372,13 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End every process of the round: the signal, after `grace_s` SIGKILL, and then all descendants."""
+    """End every process of the round: the signal to each worker, TERM to what it leaves behind, SIGKILL to all that is
+    there after `grace_s`. `next_round`: others wait for this node to be ready for it."""
 
     round_uid: str
     signal: int
     grace_s: float
+    next_round: bool = False
 
 
 @dataclass(frozen=True, slots=True)

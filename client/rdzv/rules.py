@@ -80,9 +80,12 @@ def _stop_what_may_not_live(agent: Agent, now: float) -> Step:
     if not held.spawned:
         held = replace(held.moved(dict.fromkeys(told, Phase.STOPPED)), gone=True)
         return replace(agent, held=held, fence=None, idle_at=now), []
+    next_round = held.phase is not Phase.SUCCEEDED and not agent.doomed
     agent = replace(agent, held=replace(held.moved(told), stop_at=now))
     number = (agent.leaving.signal if agent.leaving is not None else 0) or signal.SIGTERM
-    return agent, [Stop(round_uid=held.round_uid, signal=int(number), grace_s=agent.config.stop_grace_s)]
+    grace_s = agent.config.stop_grace_s
+    stop = Stop(round_uid=held.round_uid, signal=int(number), grace_s=grace_s, next_round=next_round)
+    return agent, [stop]
 
 
 def _drop_hosted(agent: Agent, now: float) -> Step:

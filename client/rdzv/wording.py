@@ -40,6 +40,10 @@ def forgotten(seat: Assignment) -> str:
     return f"round {seat.round} is over: this daemon does not know it; starting over"
 
 
+def left_behind(names: tuple[str, ...], kill_s: float) -> str:
+    return f"waiting for processes that workers left behind: {', '.join(names)}; they are killed in {kill_s:.0f} s"
+
+
 def leaving(asked: LeaveAsked, *, busy: bool) -> str:
     return f"{asked.reason}: stopping the workers and leaving" if busy else f"{asked.reason}: leaving"
 

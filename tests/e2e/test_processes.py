@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.processes import supervisor
-from rdzv.processes.facts import HelperEnded, SpawnerEnded, SpawnFailed, WorkerEnded
+from rdzv.processes.facts import HelperEnded, LeftBehind, SpawnerEnded, SpawnFailed, WorkerEnded
 from tests.e2e import difficult_worker
 from tests.e2e.processes_kit import LIMIT_S, cmdline, fds, marked, node, script, state, until
 
@@ -224,22 +224,91 @@ def test_a_second_stop_joins_the_first_and_the_shorter_grace_counts() -> None:
     asyncio.run(story())
 
 
-def test_a_dead_workers_group_follows_it_and_orphans_wait_for_the_stop() -> None:
-    """DataLoader processes of a dead worker end without being asked; a daemon in its own session may be in use."""
+def test_what_a_dead_worker_left_behind_has_a_short_time_when_the_next_round_waits() -> None:
+    """DataLoader processes of a dead worker end without being asked; who is deaf to that is killed soon."""
 
     async def story() -> None:
         async with node() as n:
-            await n.supervisor.spawn("r1", [n.worker(rank, sys.executable, DIFFICULT) for rank in range(2)])
-            await until(lambda: len(marked(n.mark)) >= 2 * difficult_worker.PROCESSES, "all have started")
+            await n.supervisor.spawn("r1", [n.worker(0, sys.executable, DIFFICULT)])
+            await until(lambda: len(marked(n.mark)) >= difficult_worker.PROCESSES, "all have started")
             dead = n.supervisor.pids()[0]
             os.kill(dead, signal.SIGKILL)
             assert (await n.fact(WorkerEnded)).signal == signal.SIGKILL
-            await until(lambda: not _group(n.mark, dead), "its group is gone, deaf and stopped members too")
-            assert n.supervisor.alive() == 1
-            # Who replaces itself may be missed by one look.
-            left = difficult_worker.PROCESSES + 3
-            await until(lambda: len(marked(n.mark)) >= left, "the other worker, and all with sessions of their own")
-            assert await n.supervisor.stop(grace_s=HOUR_S) == 0
+            await until(lambda: len(_group(n.mark, dead)) <= 1, "its group is told to end, and does but for a deaf one")
+            assert await n.supervisor.stop(grace_s=HOUR_S, next_round=True) == 0
+            assert marked(n.mark) == []
+
+    asyncio.run(story())
+
+
+# It starts a child that takes its time to end, in its group or in a session of its own, and ends when told to.
+PARENT = """
+import os, signal, sys, time
+reader, writer = os.pipe()
+if os.fork() == 0:
+    if sys.argv[2] == "session":
+        os.setsid()
+    def finish(*_):
+        open(sys.argv[1] + ".told", "w").close()
+        while not os.path.exists(sys.argv[1] + ".finish"):
+            time.sleep(0.01)
+        open(sys.argv[1], "w").write("saved")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, finish)
+    os.write(writer, b"x")
+    while True:
+        time.sleep(60)
+os.read(reader, 1)
+print("up", flush=True)
+if sys.argv[3] == "succeeds":
+    sys.exit(0)
+def save(*_):
+    if os.path.exists(sys.argv[1] + ".told"):
+        os._exit(3)  # its child was told before it
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["group", "session"])
+@pytest.mark.parametrize("how", ["succeeds", "is stopped"])
+def test_what_a_worker_started_may_finish_after_it_within_the_grace(tmp_path: Path, where: str, how: str) -> None:
+    """An uploader, a checkpoint writer, a data loader: they are told after the worker, and have the same deadline."""
+    saved, told, finish = tmp_path / "saved", tmp_path / "saved.told", tmp_path / "saved.finish"
+
+    async def story() -> None:
+        async with node() as n:
+            with (tmp_path / "out").open("w") as out:
+                command = n.worker(0, sys.executable, "-c", PARENT, str(saved), where, how)
+                command = type(command)(local_rank=0, argv=command.argv, env=command.env, stdout=out.fileno())
+                await n.supervisor.spawn("r1", [command])
+            await until(lambda: (tmp_path / "out").read_text(), "the worker is up")
+            if how == "succeeds":
+                assert (await n.fact(WorkerEnded)).exit_code == 0
+            stop = asyncio.create_task(n.supervisor.stop(signal=signal.SIGTERM, grace_s=HOUR_S))
+            await until(lambda: told.exists(), "the child is told to end")
+            if how != "succeeds":
+                assert (await n.fact(WorkerEnded)).exit_code == 0, "the worker was told first, and alone"
+            left = await n.fact(LeftBehind)
+            assert "pid" in left.names[0]
+            assert HOUR_S - 60 < left.kill_s <= HOUR_S
+            assert not stop.done()
+            finish.touch()
+            assert await stop == 0
+            assert saved.read_text() == "saved"
+            assert marked(n.mark) == []
+
+    asyncio.run(story())
+
+
+def test_at_the_deadline_what_is_left_behind_is_killed() -> None:
+    async def story() -> None:
+        async with node() as n:
+            await n.supervisor.spawn("r1", [n.worker(0, sys.executable, DIFFICULT)])
+            await until(lambda: len(marked(n.mark)) >= difficult_worker.PROCESSES, "all have started")
+            assert await n.supervisor.stop(signal=signal.SIGTERM, grace_s=0.5) == 0
             assert marked(n.mark) == []
 
     asyncio.run(story())

@@ -229,7 +229,7 @@ def test_a_failure_is_told_before_the_rest_is_stopped_and_repeated_until_the_nex
     held = tell.standing.held
     assert held is not None
     assert (held.phase, held.alive, held.failures[0].rank, held.failures[0].exit_code) == (Phase.FAILED, 1, 1, 3)
-    assert stop == Stop(round_uid="r1", signal=15, grace_s=30)
+    assert stop == Stop(round_uid="r1", signal=15, grace_s=30, next_round=True)
     node.ended(0, signal=15)
     assert len(node.held.failures) == 1, "it died because it was told to"
     tell = only(node.gone(), Tell)

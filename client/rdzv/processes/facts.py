@@ -68,13 +68,21 @@ class ZygoteEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind:
+    """Workers have ended, and a stop waits for processes that they started."""
+
+    names: tuple[str, ...]  # of the first few, with their pids
+    kill_s: float  # until they are killed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeirEnded:
     """What was to be imported later could not be: the zygote goes on without it."""
 
     text: str
 
 
-ProcessFact: TypeAlias = WorkerEnded | HelperEnded | SpawnerEnded | ZygoteEnded | HeirEnded
+ProcessFact: TypeAlias = WorkerEnded | HelperEnded | SpawnerEnded | ZygoteEnded | HeirEnded | LeftBehind
 
 
 class SpawnFailed(Exception):

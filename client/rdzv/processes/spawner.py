@@ -24,14 +24,15 @@ The wire. From the launcher, each with a field `do`:
                                                                takes its place
     start {id, kind: worker|helper, fork, argv, env} + descriptors   they become 0, 1, 2, ... of the new process
     withdraw {}                                                workers that still wait for the zygote to be ready
-    stop {signal, grace_s}                                     workers, and whatever else is not a helper
+    stop {signal, grace_s, next_round}                         workers, and whatever else is not a helper
     hurry {}                                                   the stop in progress has no grace left
     signal {id, signal}                                        a worker, if it runs its program, alone
     end {id}                                                   one helper: KILL, as it has nothing to save
 
 To the launcher, each with a field `is`: ready; started {id, pid}; failed {id, text}: it never ran;
-ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; stopped {left}; zygote_ended {text, missing, exit_code,
-signal}; heir_ended, the same of an heir: its zygote goes on. Before all others, and as the last: refused {text}.
+ended {id, exit_code, signal, at}, `at` by CLOCK_MONOTONIC; leftovers {names, kill_s}; stopped {left};
+zygote_ended {text, missing, exit_code, signal}; heir_ended, the same of an heir: its zygote goes on. Before all others,
+and as the last: refused {text}.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ else:  # run by path: sys.path[0] is this directory
     from starting import Order, Zygote, read_now, start
     from wire import Channel, Gone
 
-# From TERM to KILL for what is left of a group whose leader has ended. An immediate KILL would also take
-# multiprocessing's resource_tracker, which then leaves its files in /dev/shm.
-LINGER_S = 0.1
+# From the begin of a stop, for what a worker that ended by itself left behind, if the next round waits for this node:
+# multiprocessing's resource_tracker needs milliseconds, a data loader some tenths.
+LEFTOVER_S = 2.0
+# What is still there so long after all workers is named once, so that people know what they wait for.
+NAME_AFTER_S = 1.0
+NAMES_MAX = 5
 # A fork takes milliseconds. A zygote that owes one for so long after the grace is stuck, and holds up the stop.
 STUCK_S = 2.0
 
@@ -82,12 +86,16 @@ class Process:
 
 
 class Stop:
-    """A stop in progress."""
+    """A stop in progress: TERM to the workers, then to what they left behind, and KILL to all at one deadline."""
 
-    __slots__ = ("give_up_at", "kill_at", "killed")
+    __slots__ = ("give_up_at", "kill_at", "killed", "leftovers_at", "name_at", "polite", "told")
 
-    def __init__(self, kill_at: float) -> None:
+    def __init__(self, kill_at: float, leftovers_at: float) -> None:
         self.kill_at = kill_at
+        self.leftovers_at = leftovers_at  # KILL for what workers left behind that ended by themselves
+        self.polite = False  # there was a worker to be told
+        self.told: set[int] = set()  # of what was left behind
+        self.name_at = float("inf")
         self.killed = False
         self.give_up_at = float("inf")
 
@@ -98,7 +106,7 @@ class Spawner:
         self._wakeup_fd = wakeup_fd
         self._given = given
         self._processes: dict[int, Process] = {}  # by pid
-        self._lingering: dict[int, float] = {}  # group whose leader has ended → when it is killed
+        self._groups: dict[int, bool] = {}  # of workers that have ended → whether it was by themselves
         self._stop: Stop | None = None
         self._zygote: Zygote | None = None
         self._heir: Zygote | None = None  # on its way to take the zygote's place
@@ -147,9 +155,11 @@ class Spawner:
 
     def _due(self, now: float) -> float | None:
         """Seconds until `_advance` has something to do; None: nothing is planned."""
-        instants = [self._heir_due_at, *self._lingering.values()]
-        if self._stop is not None:
-            instants.append(now + TICK_S if self._stop.killed else self._stop.kill_at)
+        instants = [self._heir_due_at]
+        if (stop := self._stop) is not None:
+            instants.append(now + TICK_S if stop.killed else stop.kill_at)
+            if not stop.killed and not self._workers():
+                instants += [stop.leftovers_at, stop.name_at]
         first = min(instants, default=float("inf"))
         return None if first == float("inf") else max(0.0, first - now)
 
@@ -162,7 +172,7 @@ class Spawner:
             case "withdraw":
                 self._withdraw(lambda order: order.is_worker)
             case "stop":
-                self._begin_stop(body["signal"], body["grace_s"])
+                self._begin_stop(body["signal"], body["grace_s"], body["next_round"])
             case "hurry":
                 if self._stop is not None:
                     self._stop.kill_at = 0.0
@@ -215,16 +225,18 @@ class Spawner:
         else:
             self._channel.post({"is": "started", "id": process.ident, "pid": process.pid})
 
-    def _begin_stop(self, number: int, grace_s: float) -> None:
-        kill_at = time.monotonic() + grace_s
+    def _begin_stop(self, number: int, grace_s: float, next_round: bool) -> None:
+        """To each worker alone: what it started is its own to end, and may be what it needs for a last save."""
+        now = time.monotonic()
         if self._stop is None:
-            self._stop = Stop(kill_at)
+            self._stop = Stop(now + grace_s, now + LEFTOVER_S if next_round else float("inf"))
         else:
-            self._stop.kill_at = min(self._stop.kill_at, kill_at)
+            self._stop.kill_at = min(self._stop.kill_at, now + grace_s)
         self._withdraw(lambda order: order.is_worker)
         for process in self._workers():
+            self._stop.polite = True
             # Before its exec a process would miss the signal, and has run nothing that deserves one.
-            signal_group(process, number if process.exec_fd < 0 else signal.SIGKILL)
+            send(os.kill, process.pid, number if process.exec_fd < 0 else signal.SIGKILL)
             signal_group(process, signal.SIGCONT)  # a stopped process could not obey
 
     def _signal(self, ident: int, number: int) -> None:
@@ -358,21 +370,16 @@ class Spawner:
                 return
         # While its leader is not reaped, the group's number cannot mean another group.
         signal_group(process, signal.SIGTERM)
+        signal_group(process, signal.SIGCONT)
         os.waitpid(process.pid, 0)
         del self._processes[process.pid]
+        self._groups[process.pid] = self._stop is None
         self._channel.post({"is": "ended", "id": process.ident, **_how(dead), "at": time.monotonic()})
-        # From here on its remaining members reserve the number. If all of them end before the KILL, the number would
-        # have to go round once within LINGER_S to name a stranger.
-        if send(os.killpg, process.pid, 0):
-            self._lingering[process.pid] = time.monotonic() + LINGER_S
 
     # ------------------------------------------------------------------------------------------------ time
 
     def _advance(self, now: float) -> None:
         """Do what is due."""
-        for group, kill_at in list(self._lingering.items()):
-            if not send(os.killpg, group, signal.SIGKILL if now >= kill_at else 0) or now >= kill_at:
-                del self._lingering[group]
         if now >= self._heir_due_at:
             self._heir_due_at = float("inf")  # a worker that is born later sets it again
             if self._zygote is not None and self._stop is None and self._workers():
@@ -385,15 +392,12 @@ class Spawner:
     def _advance_stop(self, stop: Stop, now: float) -> None:
         """TERM has been sent. Once all have obeyed, or the grace is over: KILL, until nobody is left."""
         if not stop.killed:
-            if now < stop.kill_at and (self._lingering or self._unborn() or self._workers()):
+            if now < stop.kill_at and (self._unborn() or self._workers() or self._leftovers(stop, now)):
                 return
             stop.killed = True
             stop.give_up_at = now + SWEEP_S
             for process in self._workers():
                 signal_group(process, signal.SIGKILL)
-            for group in self._lingering:
-                send(os.killpg, group, signal.SIGKILL)
-            self._lingering.clear()
         left = self._strays()
         unborn = self._unborn()
         if unborn and self._zygote is not None and now > stop.give_up_at - SWEEP_S + STUCK_S:
@@ -404,15 +408,46 @@ class Spawner:
                 send(os.kill, pid, signal.SIGKILL)
             return
         self._stop = None
+        self._groups.clear()
         self._channel.post({"is": "stopped", "left": len(left)})
+
+    def _leftovers(self, stop: Stop, now: float) -> bool:
+        """All workers have ended. Returns whether something that they left behind is there and may stay for a while:
+        it is told to end, and what has had its time is killed."""
+        left = self._strays()
+        if not left:
+            return dead_child() is not None
+        for pid in (*left, *tree.descendants(os.getpid(), without=self._helpers())):
+            if pid not in stop.told:
+                stop.told.add(pid)
+                if _group(pid) not in self._groups:  # those got it when their worker ended
+                    send(os.kill, pid, signal.SIGTERM)
+                    send(os.kill, pid, signal.SIGCONT)
+        if now >= stop.leftovers_at:
+            for pid in left:
+                if not stop.polite or self._groups.get(_group(pid)):
+                    send(os.kill, pid, signal.SIGKILL)
+            stop.leftovers_at = now + TICK_S  # what they leave behind in their turn
+        if stop.name_at == float("inf") and not stop.told.isdisjoint(left):
+            stop.name_at = now + NAME_AFTER_S
+        elif now >= stop.name_at:
+            stop.name_at = stop.kill_at
+            names = [f"{tree.name(pid)} (pid {pid})" for pid in left[:NAMES_MAX]]
+            more = [f"{len(left) - NAMES_MAX} more"] if len(left) > NAMES_MAX else []
+            self._channel.post({"is": "leftovers", "names": names + more, "kill_s": stop.kill_at - now})
+        return True
 
     def _strays(self) -> list[int]:
         """Children, adopted ones too, that are no helpers. The deeper ones become children as their parents die."""
         children = tree.children(os.getpid())
         self._hear_forks()  # who was adopted from the zygote has said so before
+        helpers = self._helpers()
+        return [pid for pid in children if pid not in helpers]
+
+    def _helpers(self) -> set[int]:
         helpers = {pid for pid, process in self._processes.items() if not process.is_worker}
         helpers.update(zygote.pid for zygote in (self._zygote, self._heir) if zygote is not None)
-        return [pid for pid in children if pid not in helpers]
+        return helpers
 
     def _unborn(self) -> bool:
         return any(order.is_worker for order in self._forking.values())
@@ -424,6 +459,14 @@ class Spawner:
 def _how(dead: os.waitid_result) -> Body:
     exited = dead.si_code == os.CLD_EXITED
     return {"exit_code": dead.si_status if exited else 0, "signal": 0 if exited else dead.si_status}
+
+
+def _group(pid: int) -> int:
+    """0: it is gone."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def signal_group(process: Process, number: int) -> None:

@@ -21,6 +21,7 @@ from rdzv.processes.facts import (
     HeirEnded,
     Helper,
     HelperEnded,
+    LeftBehind,
     ProcessFact,
     SpawnerEnded,
     SpawnFailed,
@@ -156,17 +157,18 @@ class Supervisor:
                 raise SpawnFailed(worker.local_rank, str(result))
         self._release(batch)
 
-    async def stop(self, *, signal: int = signals.SIGTERM, grace_s: float) -> int:
-        """Send `signal` to every worker's group, KILL after the grace, and kill whatever else is not a helper. Returns
-        when no process of any round is left: 0, or how many could not be killed (uninterruptible sleep). Asked again
-        while in progress, it signals again, and the shorter grace counts."""
+    async def stop(self, *, signal: int = signals.SIGTERM, grace_s: float, next_round: bool = False) -> int:
+        """Send `signal` to every worker, TERM to what each leaves behind when it has ended, and KILL to whatever is not
+        a helper when the grace is over. `next_round`: it is waited for, so what is left of workers that ended by
+        themselves has less time. Returns when no process of any round is left: 0, or how many could not be killed
+        (uninterruptible sleep). Asked again while in progress, it signals again, and the shorter grace counts."""
         if self._clearing is not None:
             return await asyncio.shield(self._clearing)
         if self._spawner is None:
             return 0
         if self._stopping is None:
             self._stopping = self._loop.create_future()
-        self._spawner.link.post({"do": "stop", "signal": int(signal), "grace_s": grace_s})
+        self._spawner.link.post({"do": "stop", "signal": int(signal), "grace_s": grace_s, "next_round": next_round})
         stuck = self._loop.call_later(grace_s + STUCK_S, self._spawner.kill)
         try:
             return await asyncio.shield(self._stopping)
@@ -387,6 +389,8 @@ class Supervisor:
                 if body["left"]:
                     log.warning("%d processes could not be killed (uninterruptible sleep?)", body["left"])
                 self._stopped(body["left"])
+            case "leftovers":
+                self._tell(LeftBehind(names=tuple(body["names"]), kill_s=body["kill_s"]))
             case "zygote_ended":
                 self._tell(ZygoteEnded(text=_what_ended_it(body), missing=body["missing"]))
             case "heir_ended":

@@ -46,6 +46,15 @@ def is_dead(pid: int) -> bool:
     return state in (b"Z", b"X") and threads < 2
 
 
+def name(pid: int) -> str:
+    """What the kernel calls the program; empty if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().strip().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
 def _families() -> dict[int, list[int]]:
     """parent pid → pids of its children. One pass over /proc: about 20 us a process."""
     families: dict[int, list[int]] = {}

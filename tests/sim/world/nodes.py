@@ -220,7 +220,7 @@ class Supervisor:
         )
         self.on_fact(fact)
 
-    async def stop(self, *, signal: int, grace_s: float) -> int:
+    async def stop(self, *, signal: int, grace_s: float, next_round: bool) -> int:
         node = self._node
         for worker in node.living():
             node.training.stop(worker, signal, grace_s)
