@@ -27,6 +27,7 @@ from rdzv.model import (
     NO_RETRY,
     SPAWN,
     Assignment,
+    Cause,
     CutShort,
     DaemonAway,
     DaemonRefused,
@@ -148,37 +149,40 @@ def _place_heard(agent: Agent, place: Place, now: float) -> Step:
             return agent, said  # the job is over, and its outcome is known; a new one of this name began meanwhile
         agent = replace(agent, over=place.status, over_at=agent.over_at if agent.over is not None else now)
     elif isinstance(place.status, Waiting):
-        said.extend(_cause_said(agent, place, old))
-        said.append(Say(Topic.WAIT, wording.waiting(place.status, place.explain)))
+        agent, causes = _cause_said(agent, place, old)
+        said += [*causes, Say(Topic.WAIT, wording.waiting(place.status, place.explain))]
     else:
-        said.extend(_cause_missed(agent, place, place.status, old))
+        agent, causes = _cause_missed(agent, place, place.status)
+        said += causes
     return agent, said
 
 
-def _cause_said(agent: Agent, place: Place, old: Place | None) -> list[Order]:
+def _cause_said(agent: Agent, place: Place, old: Place | None) -> Step:
     """Why a round broke concerns those that were in it; the cause may change while more is being learnt."""
     cause, held = place.cause, agent.held
     if held is None:
-        return []
+        return agent, []
     if cause is None or not cause.text:
         forgotten = old is not None and old.valid_round_uid == held.round_uid and old.term != place.term
-        return [Say(Topic.CAUSE, wording.forgotten(held.assignment))] if forgotten and not agent.valid else []
-    if held.round_uid != place.known.round_uid:
-        return []
-    said = old.cause.text if old is not None and old.cause is not None and old.known == place.known else ""
-    return [] if said == cause.text else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
+        said = forgotten and not agent.valid
+        return agent, [Say(Topic.CAUSE, wording.forgotten(held.assignment))] if said else []
+    return _say_cause(agent, held, cause) if held.round_uid == place.known.round_uid else (agent, [])
 
 
-def _cause_missed(agent: Agent, place: Place, seat: Assignment, old: Place | None) -> list[Order]:
+def _cause_missed(agent: Agent, place: Place, seat: Assignment) -> Step:
     """A round that breaks and is followed by the next one at once: nobody had to wait, and was told why."""
     held, cause = agent.held, place.cause
     if held is None or cause is None or not cause.text or seat.round != held.assignment.round + 1:
-        return []
-    if old is not None and isinstance(old.status, Assignment) and old.status.round_uid == seat.round_uid:
-        return []  # heard before
-    waited = old is not None and isinstance(old.status, Waiting)
-    told = waited and old is not None and old.cause is not None and old.cause.text == cause.text
-    return [] if told else [Say(Topic.CAUSE, wording.broke(held.assignment, cause))]
+        return agent, []
+    return _say_cause(agent, held, cause)
+
+
+def _say_cause(agent: Agent, held: Held, cause: Cause) -> Step:
+    """Once for each round, and again when it has changed: the next round may well break of the same."""
+    if agent.cause_said == (held.round_uid, cause.text):
+        return agent, []
+    said = Say(Topic.CAUSE, wording.broke(held.assignment, cause))
+    return replace(agent, cause_said=(held.round_uid, cause.text)), [said]
 
 
 def _daemon_away(agent: Agent, fact: DaemonAway, now: float) -> Step:

@@ -46,6 +46,7 @@ class Agent:
     place: Place | None = None
     known: Known = field(default_factory=Known)
     earlier_term: bool = False  # it obeyed another term before the one it obeys now
+    cause_said: tuple[str, str] = ("", "")  # the round, and why it broke, that people were told of last
     held: Held | None = None
     fence: Fence | None = None  # of the held round, until nothing of it lives; only if `config.fenced`
     offer: Offer | None = None  # standing, or being opened

@@ -29,6 +29,7 @@ from rdzv.model import (
     Waiting,
     WaitReason,
     WorkerEnded,
+    WorkersStarted,
 )
 from tests.unit.agent_node import GATHERING, Node, none, only
 
@@ -343,3 +344,17 @@ def test_why_a_round_broke_is_said_once_also_where_the_next_one_follows_at_once(
         assert causes(node.seat(2, cause=FAILED)) == ([] if waits else said)
         assert causes(node.seat(2, cause=FAILED)) == []
         assert causes(node.orders) == said
+
+
+def test_why_a_round_broke_is_said_again_when_the_next_one_breaks_of_the_same() -> None:
+    node = failed(waits=True)
+    for number in (2, 3):
+        assert causes(node.seat(number, cause=FAILED)) == []
+        node.hear(WorkersStarted(round_uid=f"r{number}"))
+        assert causes(node.seat(number, cause=FAILED)) == [], "while it runs it is still the cause of the one before"
+        node.ended(0, signal=9)
+        node.gone()
+        waiting = node.place(GATHERING, known=number, cause=FAILED)
+        assert causes(waiting) == [f"round {number} is over: {FAILED.text}"]
+        assert causes(node.place(GATHERING, known=number, cause=FAILED)) == []
+        node.opened()
