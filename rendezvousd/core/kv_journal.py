@@ -44,6 +44,7 @@ class Batch:
 
     records: Mapping[str, bytes | None]
     end: int  # everything up to this number of the journal's is in it, or was before
+    changes: int  # how many are in it
 
 
 class Journal:
@@ -91,7 +92,7 @@ class Journal:
         """Return the first changes, as many as fit; at least one, if there is any."""
         records: dict[str, bytes | None] = {}
         ops: list[tuple[str, str]] = []
-        size = 0
+        size, taken = 0, self._taken
         while self._entries:
             entry = self._entries[0]
             more = len(entry.name) + len(entry.data or b"") + (len(entry.op[1]) if entry.op else 0)
@@ -108,7 +109,7 @@ class Journal:
             records[_op_name(self._batch)] = f"[{','.join(text for _, text in ops)}]".encode()
             for op_id, _ in ops:
                 self.remembered(op_id, self._batch)
-        return Batch(records, self._taken)
+        return Batch(records, self._taken, self._taken - taken)
 
     def _note(self, name: str, data: bytes | None) -> None:
         self.number += 1

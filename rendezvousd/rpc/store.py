@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import grpc
 
 from rendezvousd.backends.base import Stores
-from rendezvousd.core.errors import NotLeader, QueueEmpty, Refusal, RoundOver, WaitTimedOut
+from rendezvousd.core.errors import NotLeader, QueueEmpty, Refusal, RoundOver, StillLearning, WaitTimedOut
 from rendezvousd.core.kv import DEFAULT_LIMITS, KvLimits, Namespace, shown
 from rendezvousd.core.model import JobUid
 from rendezvousd.rpc.durable import Durable
@@ -164,12 +164,13 @@ class StoreService:
         seen in it is durable when this ends."""
         async with refusals(context):
             space = await self._space(scope)
+            since = space.durable.number if space.durable is not None else None
             try:
                 yield space
             except Refusal:
-                await self._settled(space)  # that something is not there is an answer as well
+                await self._settled(space, since)  # that something is not there is an answer as well
                 raise
-            await self._settled(space)
+            await self._settled(space, since)
 
     async def _space(self, scope: pb.Scope) -> Space:
         self._scopes.check(scope.run_id, scope.job_uid, scope.round_uid, scope.generation)
@@ -194,13 +195,29 @@ class StoreService:
             kv = Namespace(self._limits, records)
             assert kv.journal is not None
             write = functools.partial(stores.write, job_uid)
-            durable = Durable(kv.journal, write, records_max=stores.records_max, bytes_max=stores.bytes_max)
-            self._spaces[job_uid, ""] = Space(kv, durable=durable)
+            space = self._spaces[job_uid, ""] = Space(kv)
+            space.durable = Durable(
+                kv.journal,
+                write,
+                records_max=stores.records_max,
+                bytes_max=stores.bytes_max,
+                refused=functools.partial(self._refused, stores, job_uid, space),
+            )
 
-    async def _settled(self, space: Space) -> None:
-        """Return once all that may be told of this namespace is durable, and this daemon may tell it."""
+    def _refused(self, stores: Stores, job_uid: JobUid, space: Space, alone: bool) -> None:
+        """Let the namespace be read again. Of several changes it is not known which one was too much: the next are
+        written in smaller batches."""
+        if not alone:
+            stores.bytes_max = max(1, stores.bytes_max // 2)
+        if self._spaces.get((job_uid, "")) is space:
+            del self._spaces[job_uid, ""]
+            space.end(StillLearning("a change in this job's store was refused, and the store is read again"))
+
+    async def _settled(self, space: Space, since: int | None = None) -> None:
+        """Return once all that may be told of this namespace is durable, and this daemon may tell it. `since` is as in
+        `Durable.settled`."""
         if space.durable is not None:
-            await space.durable.settled()
+            await space.durable.settled(since)
         self._scopes.check_lead()
 
     # ---------------------------------------------------------------------------------------------------- the calls

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from rendezvousd.etcd.v1 import etcd_pb2
 from rendezvousd.v1 import rendezvous_pb2 as pb
+from rendezvousd.v1 import store_pb2
 from tests.daemon import daemon
 from tests.etcd import Cluster, connected, etcd
 from tests.wire.node import WireNode, cast
@@ -28,19 +30,21 @@ async def operator(endpoint: str) -> AsyncIterator[Operator]:
         yield Operator(channel)
 
 
+async def leads(endpoint: str) -> None:
+    """Wait until this daemon attends nodes."""
+    async with operator(endpoint) as ask:
+        while True:
+            view = await ask.call("GetDaemon", pb.GetDaemonRequest(), pb.DaemonView)
+            if view.leads:
+                return
+            await asyncio.sleep(0.05)
+
+
 async def run_alone(node: WireNode) -> None:
     """Let it run a round of one node."""
-    while True:
-        await node.open()
-        await node.offer(after="")
-        try:
-            await node.assigned()
-        except AssertionError:
-            if node.error is None or node.error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            await asyncio.sleep(0.1)  # no daemon leads yet
-        else:
-            return
+    await node.open()
+    await node.offer(after="")
+    await node.assigned()
 
 
 async def put(cluster: Cluster, key: bytes, value: bytes) -> None:
@@ -58,6 +62,7 @@ def test_a_record_that_cannot_be_read_stays_and_only_its_run_id_is_refused(tmp_p
     )
 
     async def story(endpoint: str) -> None:
+        await leads(endpoint)
         async with cast(endpoint) as make, operator(endpoint) as ask:
             await run_alone(make("well", "a", "1"))
             new = make("old", "b", "1")
@@ -91,6 +96,7 @@ def test_a_record_that_cannot_be_read_stays_and_only_its_run_id_is_refused(tmp_p
 
 def test_nodes_of_a_daemon_that_is_deposed_read_so(tmp_path: Path) -> None:
     async def story(cluster: Cluster, endpoint: str) -> None:
+        await leads(endpoint)
         async with cast(endpoint) as make, connected(cluster.access()) as client:
             node = make("job", "a", "1")
             await run_alone(node)
@@ -102,3 +108,106 @@ def test_nodes_of_a_daemon_that_is_deposed_read_so(tmp_path: Path) -> None:
 
     with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
         asyncio.run(story(cluster, served.endpoint))
+
+
+def test_a_job_whose_record_etcd_refuses_is_not_served_and_the_others_are_also_by_the_next_daemon(
+    tmp_path: Path,
+) -> None:
+    async def story(endpoint: str, number: int) -> None:
+        await leads(endpoint)
+        async with cast(endpoint) as make, operator(endpoint) as ask:
+            well = make(f"well {number}", "a", "1")
+            await run_alone(well)
+            many = [make("bad", f"{name} " + "x" * 250, "40") for name in range(40)]
+            for node in many:
+                await node.open()
+            for node in many:
+                refusal = await node.ended()
+                assert "job 'bad' is no longer served, because of a fault" in str(refusal.details())
+                assert "too large" in str(refusal.details())
+            view = await ask.call("GetDaemon", pb.GetDaemonRequest(), pb.DaemonView)
+            assert "job 'bad' is no longer served" in view.explain
+            seq = well.state.seq
+            await well.until(lambda place: place.ack_seq > seq)
+            assert well.place.HasField("assigned")
+            await well.close()
+
+    with etcd(tmp_path, "--max-request-bytes=8192") as cluster:
+        for number in range(2):
+            with daemon(tmp_path, *on_etcd(cluster)) as served:
+                asyncio.run(story(served.endpoint, number))
+                assert served.process.poll() is None
+
+
+LARGE_VALUES = ("--max-store-value-bytes=4194304", "--max-message-bytes=8388608")
+
+
+def test_a_value_that_etcd_refuses_is_refused_and_the_job_keeps_its_store(tmp_path: Path) -> None:
+    async def story(endpoint: str) -> None:
+        await leads(endpoint)
+        options = [("grpc.max_send_message_length", -1)]
+        async with cast(endpoint) as make, grpc.aio.insecure_channel(endpoint, options=options) as channel:
+            node = make("job", "a", "1")
+            await run_alone(node)
+            scope = store_pb2.Scope(run_id="job", job_uid=node.place.job_uid)
+
+            async def call(method: str, request: Any, reply: Any) -> Any:
+                stub = channel.unary_unary(
+                    f"/rendezvousd.v1.Store/{method}",
+                    request_serializer=type(request).SerializeToString,
+                    response_deserializer=reply.FromString,
+                )
+                while True:
+                    try:
+                        return await stub(request, timeout=30)
+                    except grpc.aio.AioRpcError as error:  # as our clients do
+                        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                            raise
+
+            async def put(key: str, value: bytes) -> None:
+                await call("Set", store_pb2.SetRequest(scope=scope, key=key, value=value), store_pb2.SetReply)
+
+            await put("before", b"1")
+            small = [asyncio.create_task(put(f"small {number}", b"x" * 1000)) for number in range(50)]
+            large = asyncio.create_task(put("large", b"x" * (2 << 20)))
+            more = [asyncio.create_task(put(f"more {number}", b"x" * 1000)) for number in range(50)]
+            await asyncio.gather(*small, *more)
+            with pytest.raises(
+                grpc.aio.AioRpcError, match=r"k/large.*etcd does not accept.*--max-store-value-bytes"
+            ) as refusal:
+                await large
+            assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            keys = await call("NumKeys", store_pb2.NumKeysRequest(scope=scope), store_pb2.NumKeysReply)
+            assert keys.keys == 101
+            await put("after", b"1")
+
+    with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster), *LARGE_VALUES) as served:
+        asyncio.run(story(served.endpoint))
+
+
+def test_changes_that_etcd_refuses_together_are_written_one_by_one(tmp_path: Path) -> None:
+    async def story(endpoint: str) -> None:
+        await leads(endpoint)
+        async with cast(endpoint) as make, grpc.aio.insecure_channel(endpoint) as channel:
+            node = make("job", "a", "1")
+            await run_alone(node)
+            scope = store_pb2.Scope(run_id="job", job_uid=node.place.job_uid)
+            keys = [str(number) for number in range(8)]
+            request = store_pb2.MultiSetRequest(scope=scope, keys=keys, values=[b"x" * 100_000] * len(keys))
+            stub = channel.unary_unary(
+                "/rendezvousd.v1.Store/MultiSet",
+                request_serializer=store_pb2.MultiSetRequest.SerializeToString,
+                response_deserializer=store_pb2.MultiSetReply.FromString,
+            )
+            for _ in range(10):
+                try:
+                    await stub(request, timeout=30)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+                else:
+                    return
+            raise AssertionError("never written")
+
+    with etcd(tmp_path, "--max-request-bytes=204800") as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
+        asyncio.run(story(served.endpoint))
