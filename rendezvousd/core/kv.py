@@ -306,8 +306,6 @@ class Namespace:
                 for op_id, done in kv_journal.ops_in(data):
                     self.journal.remembered(op_id, kv_journal.number(name))
                     self._keep(op_id, done)
-            else:
-                raise ValueError(f"a record of a name that is not known: {name!r}")
 
 
 def shown(key: str) -> str:

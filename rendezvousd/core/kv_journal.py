@@ -2,7 +2,9 @@
 
     k/<key>               a value
     q/<number>/<queue>    an item of a queue; the numbers order them
-    o/<number>            what calls with an op id did and returned, as a list in JSON
+    o/<number>            what calls with an op id did and returned, as a list of objects in JSON
+
+Their version is that of the job's record (core/records.py). Names and fields that are not known are left as they are.
 
 A call and what is remembered of it are one entry, and are written together: a retry that finds the one finds the other.
 """
@@ -70,8 +72,12 @@ class Journal:
     def op(self, op_id: str, done: Done) -> None:
         """The last change was made by this call."""
         result = done.result
-        shown: Any = [base64.b64encode(result).decode()] if isinstance(result, bytes) else result
-        self._entries[-1].op = (op_id, json.dumps([op_id, done.what, done.key, shown], separators=(",", ":")))
+        fact: dict[str, Any] = {"id": op_id, "what": done.what, "key": done.key}
+        if isinstance(result, bytes):
+            fact["bytes"] = base64.b64encode(result).decode()
+        elif result is not None:
+            fact["number"] = result
+        self._entries[-1].op = (op_id, json.dumps(fact, separators=(",", ":")))
 
     def remembered(self, op_id: str, batch: int) -> None:
         """This op id was found in a record."""
@@ -134,9 +140,11 @@ def queue_of(name: str) -> str:
 def ops_in(data: bytes) -> list[tuple[str, Done]]:
     """Return the calls that a record remembers, by op id. Raises ValueError."""
     found = []
-    for op_id, what, key, shown in json.loads(data):
-        result = base64.b64decode(shown[0]) if isinstance(shown, list) else shown
-        found.append((op_id, Done(what, key, result)))
+    for fact in json.loads(data):
+        if not isinstance(fact, dict) or not all(isinstance(fact.get(name), str) for name in ("id", "what", "key")):
+            raise ValueError(f"a call is remembered as {str(fact)[:80]}: expected an object with id, what and key")
+        result = base64.b64decode(fact["bytes"]) if "bytes" in fact else fact.get("number")
+        found.append((fact["id"], Done(fact["what"], fact["key"], result)))
     return found
 
 

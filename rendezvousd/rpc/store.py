@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import grpc
 
 from rendezvousd.backends.base import Stores
-from rendezvousd.core.errors import NotLeader, QueueEmpty, Refusal, RoundOver, StillLearning, WaitTimedOut
+from rendezvousd.core.errors import NotLeader, NotServed, QueueEmpty, Refusal, RoundOver, StillLearning, WaitTimedOut
 from rendezvousd.core.kv import DEFAULT_LIMITS, KvLimits, Namespace, shown
 from rendezvousd.core.model import JobUid
 from rendezvousd.rpc.durable import Durable
@@ -192,7 +192,12 @@ class StoreService:
             self._scopes.check(scope.run_id, scope.job_uid, "", scope.generation)  # it may have ended meanwhile
             if stores is not self._stores:
                 raise NotLeader("another daemon led meanwhile")
-            kv = Namespace(self._limits, records)
+            try:
+                kv = Namespace(self._limits, records)
+            except ValueError as error:
+                text = f"what job {scope.run_id!r} keeps in its store cannot be read, and is left as it is: {error}"
+                log.error("%s", text, extra={"run_id": scope.run_id})  # noqa: TRY400 -- it is no bug
+                raise NotServed(text) from error
             assert kv.journal is not None
             write = functools.partial(stores.write, job_uid)
             space = self._spaces[job_uid, ""] = Space(kv)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,3 +172,13 @@ def test_a_change_greater_than_a_batch_is_a_batch_of_its_own() -> None:
     again = Namespace(records=disk)
     assert again.num_keys() == 250
     assert again.queue_pop("q") == b"y" * 5000
+
+
+def test_what_a_newer_daemon_wrote_beside_is_left_alone_and_a_damaged_record_is_named() -> None:
+    calls = b'[{"id":"op","what":"add","key":"n","number":3,"new":1}]'
+    kv = Namespace(records={"k/n": b"3", "o/0000000000000001": calls, "new/1": b"?"})
+    assert kv.num_keys() == 1
+    assert kv.add("n", 3, "op") == 3
+    for damage in (b"?", b'[["op","add","n",3]]', b'[{"id":"op"}]'):
+        with pytest.raises(ValueError, match=r"."):
+            Namespace(records={"o/0000000000000001": damage})

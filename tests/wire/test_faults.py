@@ -211,3 +211,28 @@ def test_changes_that_etcd_refuses_together_are_written_one_by_one(tmp_path: Pat
 
     with etcd(tmp_path, "--max-request-bytes=204800") as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
         asyncio.run(story(served.endpoint))
+
+
+def test_a_store_that_cannot_be_read_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    async def story(cluster: Cluster, endpoint: str) -> None:
+        await leads(endpoint)
+        async with cast(endpoint) as make, grpc.aio.insecure_channel(endpoint) as channel:
+            node = make("job", "a", "1")
+            await run_alone(node)
+            uid = node.place.job_uid
+            await put(cluster, f"/rendezvousd/stores/{uid}/o/0000000000000001".encode(), b"[[1]]")
+            request = store_pb2.NumKeysRequest(scope=store_pb2.Scope(run_id="job", job_uid=uid))
+            stub = channel.unary_unary(
+                "/rendezvousd.v1.Store/NumKeys",
+                request_serializer=store_pb2.NumKeysRequest.SerializeToString,
+                response_deserializer=store_pb2.NumKeysReply.FromString,
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="job 'job' keeps in its store cannot be read") as refusal:
+                await stub(request, timeout=30)
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            request.scope.round_uid = node.place.assigned.round_uid
+            assert (await stub(request, timeout=30)).keys == 0
+            await node.until(lambda place: place.HasField("assigned"))
+
+    with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
+        asyncio.run(story(cluster, served.endpoint))
