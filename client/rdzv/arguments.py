@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[Argument, ...]] = {
     ),
     "the rendezvous": (
         Argument("rdzv-endpoint", "HOST[:PORT],...", "where rendezvousd serves; port 29400 if none is given"),
-        Argument("rdzv-id", "ID", "name of the job; default: 'default', or a random one when standalone"),
+        Argument("rdzv-id", "ID", "name of the job; default: the scheduler's job id, or a random one when standalone"),
         Argument("rdzv-conf", "KEY=VALUE,...", "knobs of the job: join_timeout, last_call_timeout, grow, ..."),
         Argument("rdzv-backend", "NAME", "accepted for torchrun's sake: it is always rendezvousd"),
         Argument(

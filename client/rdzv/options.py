@@ -13,7 +13,7 @@ from rdzv.arguments import CommandLine, Given, UsageError, read
 from rdzv.chaos import Chaos, parse_chaos
 from rdzv.devices import DeviceError, count_devices, cpu_count, has_plugin_backends
 from rdzv.endpoints import DEFAULT_PORT, Endpoint, is_loopback, parse_endpoint, parse_endpoints
-from rdzv.rdzv_conf import RdzvConf, parse_rdzv_conf, scheduler_submission
+from rdzv.rdzv_conf import NO_RUN_ID, RdzvConf, parse_rdzv_conf, scheduler_job, scheduler_submission
 from rdzv.values import (
     COUNT_MAX,
     Values,
@@ -59,7 +59,7 @@ class Options:
     standalone: bool  # the daemon runs inside this launcher
     endpoints: tuple[Endpoint, ...]  # where the daemon is; empty when standalone
     run_id: str
-    run_id_given: bool  # else it is a random one when standalone, and "default" when not
+    run_id_given: bool  # else it is a random one when standalone, and the scheduler's job id when not
     rdzv_conf: RdzvConf
     submission: str  # shared by the nodes of one submission; "": none
     node_name: str
@@ -121,7 +121,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         node_rank=values.take("node_rank", None, as_whole(0)),
         standalone=not place.endpoints,
         endpoints=place.endpoints,
-        run_id=run_id or ("default" if place.endpoints else _random_id()),
+        run_id=run_id or (_scheduler_id(environ) if place.endpoints else _random_id()),
         run_id_given=bool(run_id),
         rdzv_conf=conf,
         submission=conf.submission or scheduler_submission(environ),
@@ -168,6 +168,13 @@ def entry_digest(options: Options) -> bytes:
         data = os.fsencode(part)
         digest.update(b"%d:" % len(data) + data)  # lengths, so that no two lists look alike
     return digest.digest()
+
+
+def _scheduler_id(environ: Mapping[str, str]) -> str:
+    """A daemon serves many jobs: one name for all that have none would make one world of strangers' nodes."""
+    if run_id := scheduler_job(environ):
+        return run_id
+    raise UsageError(NO_RUN_ID)
 
 
 def _random_id() -> str:

@@ -26,6 +26,7 @@ _LEASE_HEARTBEATS = 5
 # The daemon's join timeout, for as long as no daemon has been reached that could apply it. As torchrun's.
 DEFAULT_JOIN_S = 600.0
 NAME_MAX_BYTES = 256  # the daemon's limit on names, labels and tokens
+NO_RUN_ID = "--rdzv-id is missing: the daemon serves many jobs; give this one a name, the same on all of its nodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,37 +93,44 @@ def scheduler_submission(environ: Mapping[str, str]) -> str:
     It keeps live jobs of the same run id apart, and together. So it has the number of the attempt where the scheduler
     counts attempts of the whole job; numbers of a step, a task or a pod differ within one job and are not in it.
     """
+    job, attempt = _scheduler(environ)
+    return f"{job}+{attempt}" if job and attempt not in ("", "0") else job
+
+
+def scheduler_job(environ: Mapping[str, str]) -> str:
+    """Return the scheduler's job id, which is the same in all attempts, or ""."""
+    return _scheduler(environ)[0]
+
+
+def _scheduler(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the job id and the attempt, as far as there are any."""
     for scheduler in (_slurm, _lsf, _jobset):
-        if token := scheduler(environ):
-            return token
-    return next((environ[name] for name in _SCHEDULERS if environ.get(name)), "")
+        if (found := scheduler(environ))[0]:
+            return found
+    return next((environ[name] for name in _SCHEDULERS if environ.get(name)), ""), ""
 
 
 # PBS and Torque (no count of attempts in the environment), Flux, Cobalt, OAR; TorchX names what it submitted elsewhere.
 _SCHEDULERS = ("PBS_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "OAR_JOB_ID", "TORCHX_JOB_ID")
 
 
-def _slurm(environ: Mapping[str, str]) -> str:
+def _slurm(environ: Mapping[str, str]) -> tuple[str, str]:
     """A requeued job keeps its id. The parts of a heterogeneous job have ids of their own, and the first one's."""
     job = environ.get("SLURM_JOB_ID_HET_GROUP_0") or environ.get("SLURM_JOB_ID", "")
-    return _attempt(job, environ.get("SLURM_RESTART_COUNT", ""))
+    return job, environ.get("SLURM_RESTART_COUNT", "")
 
 
-def _lsf(environ: Mapping[str, str]) -> str:
+def _lsf(environ: Mapping[str, str]) -> tuple[str, str]:
     """The tasks of an array share the job id; index 0 is no array. LSF says that a job was restarted, not how often."""
     job, index = environ.get("LSB_JOBID", ""), environ.get("LSB_JOBINDEX", "0")
-    return _attempt(job if not job or index == "0" else f"{job}[{index}]", environ.get("LSB_RESTART", ""))
+    return job if not job or index == "0" else f"{job}[{index}]", environ.get("LSB_RESTART", "")
 
 
-def _jobset(environ: Mapping[str, str]) -> str:
+def _jobset(environ: Mapping[str, str]) -> tuple[str, str]:
     """Kubernetes' JobSet counts restarts of the whole set in an annotation; manifests pass it on under this name."""
     names = (environ.get("POD_NAMESPACE", ""), environ.get("JOBSET_NAME", ""))
     job = "/".join(name for name in names if name) if names[1] else ""
-    return _attempt(job, environ.get("JOBSET_RESTART_ATTEMPT", ""))
-
-
-def _attempt(job: str, attempt: str) -> str:
-    return f"{job}+{attempt}" if job and attempt not in ("", "0") else job
+    return job, environ.get("JOBSET_RESTART_ATTEMPT", "")
 
 
 def known_keys() -> tuple[str, ...]:

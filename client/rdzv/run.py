@@ -64,7 +64,7 @@ async def _run(options: Options, began_at: float) -> NoReturn:
         for note in options.notes:
             console.say(Say(Topic.WARN, note), began_at)
         if not options.run_id_given:
-            why = "" if options.standalone else " (no --rdzv-id given)"
+            why = "" if options.standalone else " (the scheduler's job id; no --rdzv-id given)"
             console.say(Say(Topic.NEWS, f"run id {options.run_id}{why}"), began_at)
         code = await Launcher(options, os.environ, console, began_at).run()
     except (NotServing, SpawnError) as error:

@@ -22,13 +22,17 @@ TORCHRUN = [action for action in get_args_parser()._actions if action.dest != "h
 TORCHRUN_OPTIONS = [action for action in TORCHRUN if action.option_strings]
 
 
+# Where there is a scheduler, a daemon's job needs no other name.
+SCHEDULED = {"FLUX_JOB_ID": "f1"}
+
+
 def options(*argv: str, **environ: str) -> Options:
-    return parse([*argv, SCRIPT], environ)
+    return parse([*argv, SCRIPT], {**SCHEDULED, **environ})
 
 
 def refusal(*argv: str, **environ: str) -> str:
     with pytest.raises(UsageError) as caught:
-        parse(argv if SCRIPT in argv else [*argv, SCRIPT], environ)
+        parse(argv if SCRIPT in argv else [*argv, SCRIPT], {**SCHEDULED, **environ})
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -384,11 +388,16 @@ def test_one_node_without_endpoint_is_standalone() -> None:
     assert (named.run_id, named.run_id_given) == ("mine", True)
 
 
-def test_with_an_endpoint_the_job_has_a_default_name() -> None:
+def test_at_a_daemon_the_job_is_named_or_has_the_name_that_a_scheduler_gave_it() -> None:
+    """One name for all that give none would make one world of strangers' nodes."""
     found = options("--rdzv-endpoint=a,b:1", "--nnodes=1:4")
     assert found.endpoints == (Endpoint("a", 29400), Endpoint("b", 1))
-    assert (found.standalone, found.run_id, found.run_id_given) == (False, "default", False)
+    assert (found.standalone, found.run_id, found.run_id_given) == (False, "f1", False)
     assert (found.min_nodes, found.max_nodes) == (1, 4)
+    requeued = parse(["--rdzv-endpoint=a", SCRIPT], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"})
+    assert (requeued.run_id, requeued.submission) == ("12", "12+1"), "the name is the same in all attempts"
+    with pytest.raises(UsageError, match="--rdzv-id is missing"):
+        parse(["--rdzv-endpoint=a", SCRIPT], {})
 
 
 def test_standalone_outranks_what_else_is_said_of_nodes_and_endpoints() -> None:

@@ -11,11 +11,20 @@ from typing import Any
 
 from rdzv.convert import Identity
 from rdzv.endpoints import Endpoint, parse_endpoints
-from rdzv.rdzv_conf import DEFAULT_JOIN_S, NAME_MAX_BYTES, RdzvConf, parse_rdzv_conf, scheduler_submission
+from rdzv.rdzv_conf import (
+    DEFAULT_JOIN_S,
+    NAME_MAX_BYTES,
+    NO_RUN_ID,
+    RdzvConf,
+    parse_rdzv_conf,
+    scheduler_job,
+    scheduler_submission,
+)
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
 log = logging.getLogger("rdzv.torchrun")
 
+TORCH_RUN_ID = "none"  # torchrun's where none is given
 SHUTDOWN_TIMEOUT_S = 30.0  # torch's, from SIGTERM to SIGKILL
 MONITOR_INTERVAL_S = 0.1  # torch's
 LAUNCH_CONFIG_TIMEOUT = 900  # what torch's LaunchConfig puts into every configuration as "timeout", unasked
@@ -114,8 +123,11 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def _run_id(text: str) -> str:
-    if not text or len(text.encode("utf-8", "surrogatepass")) > NAME_MAX_BYTES:
-        raise ValueError(f"--rdzv-id={text}: expected 1 to {NAME_MAX_BYTES} bytes")
+    text = scheduler_job(os.environ) if text in ("", TORCH_RUN_ID) else text
+    if not text:
+        raise ValueError(NO_RUN_ID)
+    if len(text.encode("utf-8", "surrogatepass")) > NAME_MAX_BYTES:
+        raise ValueError(f"--rdzv-id={text}: expected at most {NAME_MAX_BYTES} bytes")
     return text
 
 
