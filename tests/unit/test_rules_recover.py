@@ -359,3 +359,15 @@ def test_a_later_round_that_is_complete_takes_the_place_of_one_that_runs() -> No
     assert valid_round_uid(job) == LATER.round_uid
     assert job.running is not None
     assert [seat.uid for seat in job.running.seats] == ["c"]
+
+
+def test_a_node_that_says_it_had_a_seat_that_the_round_did_not_have_is_no_member() -> None:
+    daemon = NewDaemon()
+    daemon.hear(member("a", 0))
+    daemon.hear(member("c", 4))
+    daemon.hear(member("d", 0))  # nor can two have had the same one
+    job = daemon.hear(member("b", 1))
+    job = daemon.wait(TIMING.recovery_s + 0.1)
+    assert job.round is not None
+    assert [seat.group_rank for seat in job.round.seats] == [0, 1]
+    assert "c" not in job.round.index

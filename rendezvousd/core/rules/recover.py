@@ -62,6 +62,8 @@ def note(job: Job, event: NodeHeard, now: float) -> Job:
     seat = event.held.assignment if event.held is not None else None
     if seat is None or event.held is None or event.held.round_uid != recovery.uid:
         return job
+    if seat.group_rank >= recovery.size:  # by the word of whoever told of the round first it has no such seat
+        return job
     last_at = recovery.last_at if event.uid in recovery.heard else now
     return replace(job, recovering=replace(recovery, heard=recovery.heard.set(event.uid, event), last_at=last_at))
 
