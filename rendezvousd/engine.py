@@ -387,8 +387,9 @@ class Engine:
             case Instance.NEW:
                 seed, uid = secrets.token_hex(16), JobUid(secrets.token_hex(8))
                 if job is not None:
+                    follower = superseding(job, event, uid=uid, seed=seed, now=now)
                     self._superseded.setdefault(run_id, set()).update(job.nodes)
-                    return superseding(job, event, uid=uid, seed=seed, now=now)
+                    return follower
                 if len(self.rooms) >= self.limits.jobs:
                     raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
                 return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self.shared is not None)

@@ -43,6 +43,8 @@ class Faults:
             room.trouble = trouble
         if letter.stream is not None:
             letter.stream.forget()  # what it says next is news again, not the heartbeat of a node that is not there
+        if letter.done is not None and not letter.done.done():
+            letter.done.set_exception(NotServed(trouble))
 
     def fail(self, run_id: str, when: str, error: Exception) -> None:
         """Serve this job no longer. Nothing of it is told or written from now on."""

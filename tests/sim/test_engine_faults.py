@@ -106,7 +106,7 @@ def test_a_bug_that_one_event_meets_is_logged_once_and_shown_and_the_job_goes_on
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def step(job: Job, event: Event, now: float, limits: Limits) -> Job:
-        if isinstance(event, NodeHeard) and event.name == "c":
+        if isinstance(event, RestartAsked) or (isinstance(event, NodeHeard) and event.name == "c"):
             raise ZeroDivisionError("a bug")
         return machine.step(job, event, now, limits)
 
@@ -123,6 +123,8 @@ def test_a_bug_that_one_event_meets_is_logged_once_and_shown_and_the_job_goes_on
             assert nodes[0].job().running is not None
             assert "NodeHeard left out: ZeroDivisionError: a bug" in engine.explain(engine.room("job"))
             assert caplog.text.count("left out") == 1
+            with pytest.raises(NotServed, match="RestartAsked left out: ZeroDivisionError: a bug"):
+                await engine.tell("job", RestartAsked(by="op", reason=""))
 
     simulate(story())
 
