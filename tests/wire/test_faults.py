@@ -236,3 +236,22 @@ def test_a_store_that_cannot_be_read_is_refused_and_left_as_it_is(tmp_path: Path
 
     with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
         asyncio.run(story(cluster, served.endpoint))
+
+
+def test_who_asks_for_a_change_that_cannot_be_written_is_told_when_the_daemon_no_longer_leads(tmp_path: Path) -> None:
+    async def story(cluster: Cluster, endpoint: str) -> None:
+        await leads(endpoint)
+        async with cast(endpoint) as make, operator(endpoint) as ask:
+            await run_alone(make("job", "a", "1"))
+            cluster.members[0].kill()
+            calls = (
+                ask.call("Restart", pb.RestartRequest(run_id="job"), pb.RestartReply),
+                ask.call("Close", pb.CloseRequest(run_id="job"), pb.CloseReply),
+                ask.call("Leave", pb.LeaveRequest(run_id="job", node_name="a"), pb.LeaveReply),
+            )
+            for answer in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(answer, grpc.aio.AioRpcError)
+                assert answer.code() is grpc.StatusCode.UNAVAILABLE, answer
+
+    with etcd(tmp_path) as cluster, daemon(tmp_path, *on_etcd(cluster)) as served:
+        asyncio.run(story(cluster, served.endpoint))
