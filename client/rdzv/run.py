@@ -26,6 +26,11 @@ def main() -> int:
     except UsageError as error:
         print(f"rdzvrun: error: {error}", file=sys.stderr)
         return 2
+    from rdzv.interpreter import problem
+
+    if text := problem(options, os.environ):
+        print(f"rdzvrun: error: {text}", file=sys.stderr)
+        return 2
     import asyncio
 
     asyncio.run(_run(options, began_at))
