@@ -87,7 +87,9 @@ class Session:
         on_refused: Callable[[str], None],
         local_addr: str | None = None,
         retry_max_s: float | None = None,
+        streams_before: int = 0,
     ) -> None:
+        """`streams_before`: how many streams this node may have opened before, in another process."""
         self._endpoints = tuple(endpoints)
         self._identity = identity
         self._standing = standing
@@ -106,7 +108,7 @@ class Session:
         self._retry_given_s = retry_max_s  # outranks what the daemon says
         self._retry_max_s = retry_max_s or RETRY_MAX_S
         # of the stream, if one is open
-        self._stream_no = 0
+        self._stream_no = streams_before
         self._open = False
         self._attended = False  # a place was heard on it
         self._seq = 0

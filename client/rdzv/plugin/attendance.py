@@ -20,10 +20,10 @@ from rdzv import model, rules
 from rdzv.aside import aside
 from rdzv.endpoints import Endpoint
 from rdzv.plugin.bootstrap import Stores
+from rdzv.plugin.session_process import SessionProcess
 from rdzv.plugin.settings import Settings
 from rdzv.processes.stores import NoPort
 from rdzv.reach import reach
-from rdzv.session import Session
 
 log = logging.getLogger("rdzv.torchrun")
 
@@ -60,7 +60,7 @@ class Attendance:
         self._closed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = self._loop.create_future()
-        self._session = Session(
+        self._session = SessionProcess(
             settings.endpoints,
             settings.identity,
             agents.standing(self._agent),

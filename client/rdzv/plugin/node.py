@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -113,7 +112,9 @@ class Node:
 
     async def _attend(self, ready: Future[Attendance]) -> None:
         self._loop = asyncio.get_running_loop()
-        attendance = _make(self._settings)
+        from rdzv.plugin.attendance import Attendance
+
+        attendance = Attendance(self._settings)
         ready.set_result(attendance)
         await attendance.run()
 
@@ -152,17 +153,3 @@ class Node:
             ended: Future[T] = Future()
             ended.cancel()
             return ended
-
-
-def _make(settings: Settings) -> Attendance:
-    """Return the Attendance, in whose import grpc is told to be quiet: it tells of every connection a peer closes."""
-    unsaid = "GRPC_VERBOSITY" not in os.environ
-    if unsaid:
-        os.environ["GRPC_VERBOSITY"] = "ERROR"
-    try:
-        from rdzv.plugin.attendance import Attendance
-
-        return Attendance(settings)
-    finally:
-        if unsaid:  # it is for this process, not for its workers
-            os.environ.pop("GRPC_VERBOSITY", None)
