@@ -68,6 +68,7 @@ async def running(config: Config) -> AsyncIterator[list[Address]]:
     add_reflection(server)
     addresses = [_bind(server, address) for address in config.listen]
     office = Office(desk, streams, store, health)
+    await health.begin()
     await server.start()
     try:
         async with asyncio.TaskGroup() as group:

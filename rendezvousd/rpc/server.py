@@ -18,6 +18,7 @@ from rendezvousd.v1 import store_pb2
 
 RENDEZVOUS = "rendezvousd.v1.Rendezvous"
 STORE = "rendezvousd.v1.Store"
+LIVENESS = "liveness"
 
 
 def server_options(limits: Limits) -> list[tuple[str, int]]:
@@ -69,13 +70,18 @@ def rendezvous_handler(streams: RendezvousStreams, admin: Admin, about: About) -
 
 
 class Health:
-    """grpc.health.v1: SERVING while this daemon attends jobs."""
+    """grpc.health.v1: SERVING while this daemon attends jobs. LIVENESS: as long as it answers at all."""
 
     def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def begin(self) -> None:
+        """Say that this daemon lives and attends nothing yet. (The library says of '' that it serves.)"""
+        await self.set(serving=False)
+        await self._servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
 
     async def set(self, *, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

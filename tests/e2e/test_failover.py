@@ -10,7 +10,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from tests.e2e import site as sites
 from tests.e2e.history import check, rounds
@@ -190,6 +192,31 @@ def test_a_standby_says_who_leads_and_a_launcher_finds_it(stage: Stage) -> None:
         stage.world(1)
         stage.order("finish")
         assert node.ends() == 0
+
+
+def test_a_standby_lives_and_does_not_serve(stage: Stage) -> None:
+    """What a load balancer sends callers by, and what an orchestrator restarts a daemon by."""
+    with site(stage) as at:
+        leader = at.leader()
+        (standby,) = [daemon for daemon in at.daemons if daemon is not leader]
+        until(lambda: about(standby).leader, "the standby knows who leads")
+        wanted = {"": leader, "rendezvousd.v1.Rendezvous": leader, "rendezvousd.v1.Store": leader}
+        for service, serving in wanted.items():
+            for daemon in (leader, standby):
+                assert healthy(daemon.endpoint, service) == (daemon is serving), service
+        assert healthy(leader.endpoint, "liveness")
+        assert healthy(standby.endpoint, "liveness")
+
+
+def healthy(endpoint: str, service: str) -> bool:
+    with grpc.insecure_channel(endpoint) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        answer = check(health_pb2.HealthCheckRequest(service=service), timeout=30)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @contextlib.contextmanager
