@@ -41,19 +41,24 @@ GC_FULL_S = 600.0  # and how often all is looked at after all, so that cycles do
 
 
 async def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, unless they were ignored at the start. Raises ConfigError if an address cannot be
-    listened on."""
+    """Serve until SIGTERM or SIGINT; SIGHUP is noted in the log. What was ignored at the start stays so. Raises
+    ConfigError if an address cannot be listened on."""
     raise_descriptor_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    handlers = {signal.SIGTERM: stop.set, signal.SIGINT: stop.set, signal.SIGHUP: _hang_up}
+    for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             continue  # as nohup means it, and a launcher whose own daemon this is
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, handler)
     async with running(config) as addresses:
         announce(config, addresses)
         await stop.wait()
         log.info("stopping")
+
+
+def _hang_up() -> None:
+    log.info("got SIGHUP: there are no files to read again; the daemon goes on")
 
 
 @contextlib.asynccontextmanager

@@ -123,6 +123,17 @@ def test_a_pause_of_the_daemon_loses_nobody(tmp_path: Path) -> None:
         asyncio.run(scene())
 
 
+def test_a_hangup_is_noted_and_ends_nothing(tmp_path: Path) -> None:
+    with daemon(tmp_path) as served:
+        served.send(signal.SIGHUP)
+        deadline = time.monotonic() + 30
+        while "got SIGHUP" not in served.text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with grpc.insecure_channel(served.endpoint) as channel:
+            grpc.channel_ready_future(channel).result(timeout=30)
+
+
 def test_health_and_reflection_answer(tmp_path: Path) -> None:
     with daemon(tmp_path) as served, grpc.insecure_channel(served.endpoint) as channel:
         check = channel.unary_unary(
