@@ -278,6 +278,24 @@ def test_a_node_that_waited_for_a_first_round_before_the_restart_waits_for_it_no
     assert sorted(seat.uid for seat in job.running.seats) == ["a", "x"]
 
 
+def test_a_node_of_another_submission_that_waited_before_the_restart_does_not_join_the_job() -> None:
+    daemon = NewDaemon()
+    daemon.hear(replace(newcomer("x"), submission="one"))
+    waited = replace(newcomer("a"), known=Known(job_uid=JobUid("of the daemon before")), resumed=True)
+    assert instance(daemon.job, replace(waited, submission="one"), daemon.now) is Instance.THIS
+    assert instance(daemon.job, replace(waited, submission="another"), daemon.now) is Instance.WAITS
+
+
+def test_the_restarts_that_any_node_was_told_of_are_used() -> None:
+    daemon = NewDaemon()
+    daemon.hear(member("a", 0))
+    later = replace(KNOWN, restarts_used=2, charged_round=6, charged_round_uid=RoundUid("r6"))
+    job = daemon.hear(member("b", 1, known=later))
+    assert job.known.restarts_used == 2
+    assert (job.known.charged_round, job.known.charged_round_uid) == (6, "r6")
+    assert daemon.hear(member("a", 0)).known.restarts_used == 2
+
+
 def test_a_job_that_is_still_learning_is_not_replaced_by_a_newcomer() -> None:
     daemon = NewDaemon()
     daemon.hear(replace(newcomer("spare", ROUND), known=KNOWN, resumed=True))

@@ -40,9 +40,10 @@ def instance(job: Job | None, event: NodeHeard, now: float) -> Instance:
         return Instance.THIS
     if gives_way(job, event, now):
         return Instance.THIS
-    if now < job.provisional_until_at and event.resumed and event.known.round == 0:
+    waited = now < job.provisional_until_at and event.resumed and event.known.round == 0
+    if waited and not _other_submission(job, event):
         return Instance.THIS  # it was waiting for a first round when the daemon was restarted, as this job is
-    if event.known.job_uid and (job.known.round > 0 or event.known.round == 0):
+    if not waited and event.known.job_uid and (job.known.round > 0 or event.known.round == 0):
         return Instance.SUPERSEDED
     if _joins(job, event, now):
         return Instance.THIS
