@@ -58,7 +58,7 @@ chaos: $(VENV)/.installed  ## a real job, broken in every way there is, for MINU
 bench: $(VENV)/.installed  ## how fast, against torchrun and a bare echo, in the same run (some 20 minutes)
 	$(BIN)/python -m tests.bench all
 
-fence: $(VENV)/.installed  ## 200,000 schedules of --on-daemon-loss=stop, in which no two workers may meet (10 minutes)
+fence: $(VENV)/.installed  ## 200,000 schedules of --on-daemon-loss=stop, in which no two workers may meet (15 minutes)
 	SCHEDULES=200000 $(BIN)/python -m pytest -s --timeout=0 tests/sim/test_fence.py -k beside
 
 # SEEDS=20000: so many new ones; SEED=7: this one, with its history; FIRST=7: where to begin

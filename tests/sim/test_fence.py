@@ -16,13 +16,14 @@ import pytest
 from rdzv.fence import Fence
 from rendezvousd.core import codec
 from rendezvousd.core.rules import fence, seats
-from tests.sim.fencing.daemon import Daemon
+from rendezvousd.engine import Engine
+from rendezvousd.rpc.rendezvous import Renderer
 from tests.sim.fencing.node import Node
 from tests.sim.fencing.plan import NEVER
 from tests.sim.fencing.world import World
 from tests.sim.test_mutations import Mutation, mutated
 
-SCHEDULES = int(os.environ.get("SCHEDULES", "5000"))
+SCHEDULES = int(os.environ.get("SCHEDULES", "1000"))
 SEED = int(os.environ.get("SEED") or random.SystemRandom().randrange(10**9))
 # Most rules are missed within a few hundred schedules that are played without them, the rarest in one of 2,000.
 HUNT = 20000
@@ -50,7 +51,7 @@ class Played:
 
 def play(seed: int, number: int) -> Played:
     world = World(random.Random(seed * 1_000_003 + number))
-    return Played(world, world.run())
+    return Played(world, world.play())
 
 
 def test_nobody_s_worker_lives_beside_its_successor() -> None:
@@ -83,14 +84,10 @@ BY_NODE: dict[str, Mutation] = {
         "if False:",
     ),
 }
-# How long the daemon waits.
+# How long the daemon waits. (That clocks differ is 9 ms here, which is not seen: the daemon looks ten times a second
+# whether it is time. tests/unit/test_rules_fence.py holds it.)
 BY_DAEMON: dict[str, Mutation] = {
     "a bare lease": (fence.bound_s, "(lease_s / (1 - CLOCK_RATE) + kill_s) * (1 + CLOCK_RATE)", "lease_s"),
-    "clocks are all the same": (
-        fence.bound_s,
-        "(lease_s / (1 - CLOCK_RATE) + kill_s) * (1 + CLOCK_RATE)",
-        "lease_s + kill_s",
-    ),
     "the killed are gone at once": (fence.bound_s, " + kill_s", ""),
     "nothing is waited for": (seats.blocked, "or bool(job.fences)", ""),
     "the silence of a lost node is counted twice": (
@@ -102,11 +99,7 @@ BY_DAEMON: dict[str, Mutation] = {
 }
 # What holds when another daemon leads, or while the end of a round is written.
 BY_LEADERS: dict[str, Mutation] = {
-    "a daemon looks whether it leads, reads, and answers": (
-        Daemon.serve,
-        "looked_at=self.world.t",
-        "looked_at=read_at - stall_s",
-    ),
+    "a daemon answers without looking whether it leads": (Renderer.place, "self.engine.check_lead()", "pass"),
     "a new leader knows nothing of what its predecessor read": (
         codec._read_fence,
         "until_at=read_at + bound_s",
@@ -124,9 +117,9 @@ BY_LEADERS: dict[str, Mutation] = {
         "lease_s=0.0",
     ),
     "a lease is told before it is on record": (
-        Daemon.answer,
-        "fence.pace(job).lease_s",
-        "fence.pace(self.next_or_none or job).lease_s",
+        Engine._commit,
+        "stored = await",
+        "if room is not None:\n        room.job = job\n    stored = await",
     ),
 }
 MUTATIONS = {**BY_NODE, **BY_DAEMON, **BY_LEADERS}

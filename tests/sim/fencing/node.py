@@ -154,3 +154,4 @@ class Node:
     def _gone(self) -> None:
         if self.gone_at == NEVER:
             self.gone_at = self.world.t
+            self.world.changed = True

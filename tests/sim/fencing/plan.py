@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
+from rendezvousd.core.codec import dump
 from rendezvousd.core.events import NodeHeard
 from rendezvousd.core.model import (
     Assignment,
@@ -18,6 +20,8 @@ from rendezvousd.core.model import (
     RoundUid,
 )
 from rendezvousd.core.rules import fence
+from rendezvousd.rpc.rendezvous import SEQ_BYTES, SEQ_TAG
+from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.stage import Stage
 
 HEARTBEAT_S = 1.0
@@ -40,7 +44,7 @@ def _first_round() -> tuple[Stage, Job, RoundUid]:
 STAGE, JOB, ROUND = _first_round()
 NODE, OTHER = (player.uid for player in STAGE.players)
 KNOWN = JOB.known
-BEGAN_AT = STAGE.now
+RECORD = dump(JOB)
 SPEC = NodeSpec(stop_grace_s=STOP_GRACE_S)
 
 
@@ -189,6 +193,45 @@ def says(uid: NodeUid, name: str, word: str, lease_s: float = 0.0) -> NodeHeard:
         held=held,
         offer=offer,
     )
+
+
+@lru_cache(maxsize=4096)
+def _state(stream: int, word: str, lease_s: float) -> bytes:
+    """Return what the node says, but for the number of the message."""
+    phase, alive = PHASES[word]
+    seat = SEATS[NODE]
+    held = pb.Held(phase=pb.HeldPhase.Value(phase.name), alive=alive)
+    held.assignment.round, held.assignment.round_uid = 1, ROUND
+    for name in seat.__struct_fields__:
+        setattr(held.assignment, name, getattr(seat, name))
+    spec = pb.Spec(
+        min_nodes=STAGE.spec.min_nodes,
+        max_nodes=STAGE.spec.max_nodes,
+        slots=SPEC.slots,
+        stop_grace_ms=int(STOP_GRACE_S * 1000),
+        on_daemon_loss=pb.ON_DAEMON_LOSS_STOP,
+    )
+    known = pb.Known(job_uid=KNOWN.job_uid, round=KNOWN.round, round_uid=KNOWN.round_uid, group_size=KNOWN.group_size)
+    state = pb.NodeState(
+        run_id=JOB.run_id,
+        node_uid=NODE,
+        node_name="n",
+        stream_no=stream,
+        resumed=True,
+        lease_ms=int(lease_s * 1000),
+        known=known,
+        spec=spec,
+        held=held,
+    )
+    if not alive:
+        state.offer.CopyFrom(pb.Offer(offer_id="n anew", after_round_uid=ROUND, address="h", port=1))
+    return state.SerializeToString()
+
+
+def sent(message: Message) -> bytes:
+    """Return the message as it goes over the wire."""
+    state = _state(message.stream, message.word, message.lease_s)
+    return state + SEQ_TAG + message.seq.to_bytes(SEQ_BYTES, "little")
 
 
 def other_says(word: str, lease_s: float = 0.0) -> NodeHeard:

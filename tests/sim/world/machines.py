@@ -19,6 +19,9 @@ RESOLUTION_S = 1e-6
 DISPOSAL_TURNS = 400
 # Turns in one instant; a cluster that sets to work takes some hundred.
 SPINS_MAX = 5000
+# After so many a moment passes, as it does for a real process: who waits for an instant of a clock that turns seconds
+# into those of another may look at it too early, by less than can be told.
+SPINS_A_MOMENT = 1000
 
 
 class Task(asyncio.Task[Any]):
@@ -100,12 +103,17 @@ class Process:
         self._wakes = False
         self.loop = Loop(self)
         self.main: asyncio.Task[Any] | None = None
+        self.began_at = world.now
         self.owner: Any = None  # the machine it runs on, as its author knows it
         world.add(self)
 
     def clock(self) -> float:
         """Return seconds of this machine's clock, which is nobody else's."""
         return self._ahead_s + self.world.now * self._rate
+
+    def when(self, reading: float) -> float:
+        """Return when, by the world's clock, its own shows this."""
+        return (reading - self._ahead_s) / self._rate
 
     def start(self, main: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Run `main`; the process ends with it."""
@@ -169,7 +177,7 @@ class Process:
         if due is None:
             self.due_at = float("inf")
         else:
-            self.due_at = max((due - self._ahead_s) / self._rate, self._free_at, self.world.now)
+            self.due_at = max(self.when(due), self._free_at, self.world.now)
 
     def _finished(self, main: asyncio.Task[Any]) -> None:
         if not main.cancelled() and (error := main.exception()) is not None:
@@ -260,7 +268,7 @@ class World:
                 self.now = until
                 return
             spins = spins + 1 if at <= self.now else 0
-            self.now = max(at, self.now)
+            self.now = max(at, self.now) + (0.0 if (spins + 1) % SPINS_A_MOMENT else RESOLUTION_S)
             if spins > SPINS_MAX:
                 self.fail("bug", f"time stands still: {process.name if process is not None else 'the world'} spins")
             elif process is not None:
