@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-SEEDS = int(os.environ.get("SEEDS", "2000"))
+SEEDS = int(os.environ.get("SEEDS", "1600"))
 TODAY = datetime.datetime.now(datetime.UTC).date().toordinal() * 2000
 # Into the environment, because a run's workers are other processes, and midnight may come between.
 FIRST_SEED = int(os.environ.setdefault("FIRST_SEED", str(TODAY)))

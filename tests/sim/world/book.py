@@ -19,6 +19,8 @@ class Word:
     over_at: float | None = None  # its stream ended
     busy_since: float | None = None  # it says that processes live which must not
     offered: set[str] = field(default_factory=set)  # the rounds it has named as over
+    back_at: float = 0.0  # it was heard then, after it had been away for longer than a lease or its grace ...
+    before_at: float = 0.0  # ... and before that then
     missed: str = ""  # the round that was the last one when it was away for so long that its seat is another's
 
 

@@ -13,10 +13,13 @@ from typing import Any
 from rdzv import node, rules
 from rdzv.session import Session
 from rendezvousd.attendance import Clock
+from rendezvousd.backends import etcd
 from rendezvousd.core import machine, ranks, tally
-from rendezvousd.core.rules import admit, hear, seats, verdict
+from rendezvousd.core.kv import Namespace
+from rendezvousd.core.rules import admit, hear, lost, recover, seats, verdict
 from rendezvousd.election import Election
 from rendezvousd.engine import Engine
+from rendezvousd.rpc.durable import Durable
 from rendezvousd.rpc.rendezvous import Renderer
 from tests.sim.test_mutations import Mutation, mutated
 
@@ -103,7 +106,7 @@ BUGS: dict[str, Bug] = {
     ),
     "who waits is lost at a failover": _bug(0, Session._attend_for_ever, "turn += 1", "turn += 0"),
     "who says nothing new is not answered": _bug(
-        17, Engine._commit, "self._delivery.answer(room, letters)\n        room.wakes_at", "room.wakes_at"
+        165, Engine._commit, "self._delivery.answer(room, letters)\n        room.wakes_at", "room.wakes_at"
     ),
     "a daemon acts after losing its lease": _bug(
         35, Election._renew, "max(term.valid_until, sent_at + left_s)", "max(term.valid_until, sent_at + left_s + 3.0)"
@@ -113,5 +116,47 @@ BUGS: dict[str, Bug] = {
     "a candidate whose lease has ended gives up": _bug(
         300946, Election._take, "if not lease_ended(refusal):", "if True:"
     ),
-    "a loss is not weighed against what it caused": _bug(83, verdict._order, ", cause.at)", ", -cause.at)"),
+    # What plan2 has (world/wide.py): other jobs, tokens and options, and its stories.
+    "a job whose nodes fell silent gives way at once": _bug(
+        80, lost.note_lost, "return replace(job, lost_at=now)", "return job"
+    ),
+    "a job whose nodes fell silent is kept for too short": _bug(
+        200, lost.may_return, "job.spec.timing.recovery_max_s", "1.0"
+    ),
+    "a job whose nodes fell silent gives way to another submission at once": _bug(
+        80, admit.in_the_way, "or lost.expected(job, now)", ""
+    ),
+    "a launcher of another submission joins a job that runs": _bug(
+        50,
+        admit._other_submission,
+        "return bool(event.submission) and bool(job.submission) and event.submission != job.submission",
+        "return False",
+    ),
+    "a job gives way to a stale launcher at any time": _bug(
+        40, admit.gives_way, "now < job.provisional_until_at", "job.provisional_until_at > 0"
+    ),
+    "a straggler stops a round that runs": _bug(
+        60,
+        admit.learn,
+        "learning = job.running is None or now < job.spec.timing.recovery_max_s or stands_alone(event)",
+        "learning = True",
+    ),
+    "nobody waits for workers that end with their lease": _bug(515, seats.blocked, "or bool(job.fences)", ""),
+    "a member of another round counts as one of the round that is learnt": _bug(
+        0, recover.note, "event.held.round_uid != recovery.uid", "False"
+    ),
+    "the store answers before it is durable": _bug(
+        20, Durable.settled, "while self._written < number:", "while False:"
+    ),
+    "the store does an addition again that is tried again": _bug(
+        75, Namespace.add, 'done = self._done(op_id, "add", key)', "done = None"
+    ),
+    "a record is written at once whatever its size": _bug(
+        220,
+        etcd._fits,
+        "return len(parts) < OPERATIONS_MAX // 2 and sum(map(len, parts)) <= BYTES_MAX",
+        "return True",
+    ),
+    "two folds of one job at a time": _bug(20, Engine._fold_for_ever, "if r not in self._serving", "if True"),
+    "a loss is not weighed against what it caused": _bug(575, verdict._order, ", cause.at)", ", -cause.at)"),
 }

@@ -13,17 +13,15 @@ from typing import Any
 import grpc
 
 from tests.sim.world import daemons, nodes
-from tests.sim.world.daemons import PORT, RUN_ID, Daemon
+from tests.sim.world.daemons import PORT, Daemon
 from tests.sim.world.etcd import Etcd
 from tests.sim.world.faults import befall
-from tests.sim.world.judge import Judge
+from tests.sim.world.jobs import JobRun, Judges
 from tests.sim.world.machines import World
 from tests.sim.world.network import Network
 from tests.sim.world.nodes import Node
-from tests.sim.world.plan import HEALED_S, QUIET_AT_S, SAFETY_S, Fault, Mode, Plan, plan
-from tests.sim.world.training import Training, Worker
-
-SPARE_JOIN_S = 60.0
+from tests.sim.world.plan import HEALED_S, Fault, Mode, Plan
+from tests.sim.world.wide import plan
 
 
 class Cluster:
@@ -31,47 +29,27 @@ class Cluster:
         self.plan = plan
         world = self.world = World(plan.seed)
         self.net = Network(world, delay_s=plan.delay_s, loss=plan.loss)
-        self.training = Training(world, plan.work_s, plan.stubborn)
-        self.judge = Judge(world, self)
         self.etcd = Etcd(world, self.net, plan.members) if plan.members else None
         members = tuple(self.etcd.members) if self.etcd is not None else ()
         names = [f"d{i}" for i in range(plan.daemons)]
-        clocks = [{"ahead_s": ahead_s, "rate": rate} for ahead_s, rate in plan.clocks]
-        self.daemons = {
-            name: Daemon(world, self.net, self.judge, name, members, **clocks[plan.nodes + i])
-            for i, name in enumerate(names)
-        }
         self.endpoints = ",".join(f"{name}:{PORT}" for name in names)
-        self.nodes: dict[str, Node] = {}
-        for i in range(plan.nodes):
-            self.add_node(f"n{i}", clocks[i])
-        self.net.on_data = self.judge.data
-        self.net.on_over = self.judge.stream_over
-        self.training.on_start = self.judge.worker_started
-        self.training.on_meet = self.judge.worker_met
-        self.training.on_end = self.judge.worker_ended
-        self.training.find_store = self._find_store
-        if self.etcd is not None:
-            self.etcd.on_write = self.judge.etcd_wrote
         self.peaceful = False
         self.etcd_troubled_until = -1.0
-
-    def add_node(self, name: str, clock: dict[str, float]) -> Node:
-        plan = self.plan
-        conf = f"join_timeout={SPARE_JOIN_S:g},submission=s,node_name={name},grow={plan.grow}"
-        argv = (
-            f"--nnodes={plan.size}",
-            f"--nproc-per-node={plan.slots}",
-            f"--max-restarts={plan.max_restarts}",
-            f"--rdzv-endpoint={self.endpoints}",
-            f"--rdzv-id={RUN_ID}",
-            f"--rdzv-conf={conf}",
-            f"--local-addr={name}",
-            f"--shutdown-timeout={plan.grace_s:g}",
-            "--start-method=exec",
-        )
-        node = self.nodes[name] = Node(self.world, self.net, self.training, self.judge, name, argv, **clock)
-        return node
+        self.nodes: dict[str, Node] = {}
+        self.jobs: dict[str, JobRun] = {}
+        for each in (plan, *([plan.wide.beside] if plan.wide.beside is not None else [])):
+            self.jobs[each.run_id] = JobRun(self, world, each)
+        self.job = self.jobs[plan.run_id]  # the one that most faults are for
+        self.judge = Judges(world, self.jobs, self.net)
+        settles_s = plan.wide.settles_s or (None,) * plan.daemons
+        self.daemons = {
+            name: Daemon(world, self.net, self.judge, name, members, settle_s, ahead_s=ahead_s, rate=rate)
+            for name, settle_s, (ahead_s, rate) in zip(names, settles_s, plan.clocks[plan.nodes :], strict=True)
+        }
+        if self.etcd is not None:
+            self.etcd.on_write = self.judge.etcd_wrote
+            self.etcd.limit(plan.wide.operations_max)
+            self.etcd.compacts = plan.wide.compacts
 
     def machine(self, name: str) -> Node | None:
         return self.nodes.get(name)
@@ -79,28 +57,25 @@ class Cluster:
     def node_of(self, uid: str) -> Node | None:
         return self.nodes.get(uid.partition(".")[0])
 
+    def job_of(self, name: str) -> JobRun:
+        """Return the job whose nodes are called so."""
+        return next((job for job in self.jobs.values() if name.startswith(job.plan.names)), self.job)
+
     def calm_backend(self) -> bool:
         """Whether a commit takes no longer than it usually does."""
         return self.world.now > self.etcd_troubled_until
-
-    def _find_store(self, worker: Worker) -> str:
-        host, port = worker.master
-        master, net = self.nodes.get(host), self.net
-        if master is None or net.is_cut(worker.node.name, host) or net.is_cut(host, worker.node.name):
-            return ""
-        return master.stores.get(port, "")
 
     # ------------------------------------------------------------------------------------------------ carrying out
 
     def begin(self) -> None:
         for daemon in self.daemons.values():
             daemon.boot()
-        for at, node in zip(self.plan.arrivals_s, list(self.nodes.values()), strict=True):
-            self.world.after(at, node.boot)
-        for fault in self.plan.faults:
-            self.world.at(fault.at, self._befall, fault)
+        for job in self.jobs.values():
+            job.begin()
+            for fault in job.plan.faults:
+                self.world.at(fault.at, self._befall, fault)
         if self.plan.mode == "liveness":
-            self.world.at(QUIET_AT_S, self._make_peace)
+            self.world.at(self.plan.wide.quiet_at_s, self._make_peace)
 
     def _befall(self, fault: Fault) -> None:
         if not self.peaceful:
@@ -109,7 +84,7 @@ class Cluster:
 
     def restart_node(self, node: Node) -> None:
         """As a scheduler would: not when the job is known to be over."""
-        if not self.judge.endings:
+        if not node.judge.endings:
             node.boot()
 
     # ------------------------------------------------------------------------------------------------- how it ends
@@ -130,43 +105,19 @@ class Cluster:
         self._fill_up()
 
     def _fill_up(self) -> None:
-        """Start nodes for as long as there are too few for a job that has not ended."""
         self.world.changed = True
-        willing = sum(node.up for node in self.nodes.values())
-        for i in range(self.plan.min_nodes + 8):
-            if willing >= self.plan.min_nodes or self.judge.endings:
-                break
-            name = f"n{i}"
-            node = self.nodes.get(name) or self.add_node(name, {"ahead_s": 7.0, "rate": 1.0})
-            if not node.up and not any(said.startswith("job ") for _, said in node.exits):
-                node.boot()
-                willing += 1
+        for job in self.jobs.values():
+            job.fill_up()
         self.world.after(2.0, self._fill_up)
 
     def done(self) -> bool:
-        return self.judge.started > 0 and not any(node.up for node in self.nodes.values()) and self._nobody_comes()
-
-    def _nobody_comes(self) -> bool:
-        return bool(self.judge.endings) or (self.peaceful and bool(self.judge.exits))
+        return all(job.done() for job in self.jobs.values())
 
     def check_end(self) -> None:
-        """In peace a job comes to an end, and to the right one."""
-        if self.world.failure:
-            return
-        up = [node.uid for node in self.nodes.values() if node.up]
-        if up:
-            self.world.fail("Liveness", f"{', '.join(up)} still there {HEALED_S:g} s after the last fault")
-        for uid, code, said in self.judge.exits:
-            if said.startswith("job failed"):
-                self._check_failure(uid, said)
-            elif said != "job succeeded" and not said.startswith("job closed"):
-                self.world.fail("Outcome", f"{uid} exits with {code}: {said}")
-
-    def _check_failure(self, uid: str, said: str) -> None:
-        failures = sum(1 for book in self.judge.books.values() if book.failures)
-        by_worker = "rank" in said and "rounds in a row" not in said and "join timeout" not in said
-        if by_worker and failures <= self.plan.max_restarts:
-            self.world.fail("Outcome", f"{uid}: {said}, after {failures} rounds with failures")
+        """In peace every job comes to an end, and to the right one."""
+        for job in self.jobs.values():
+            if not self.world.failure:
+                job.check_end(HEALED_S)
 
 
 @dataclass(frozen=True)
@@ -188,17 +139,15 @@ def run(seed: int, mode: Mode | None = None) -> Report:
 
 
 def carry_out(plan: Plan) -> Report:
-    with _patched():
+    with _patched(plan):
         cluster = Cluster(plan)
         world = cluster.world
         nodes._worlds.append(world)
         try:
             with _loud(world):
                 cluster.begin()
-                if plan.mode == "safety":
-                    world.run(SAFETY_S, cluster.done)
-                else:
-                    world.run(QUIET_AT_S + HEALED_S, cluster.done)
+                world.run(plan.lasts_s, cluster.done)
+                if plan.mode == "liveness":
                     cluster.check_end()
                 world.end()
         finally:
@@ -242,9 +191,9 @@ def story(report: Report, lines: int = 60) -> str:
 
 
 @contextlib.contextmanager
-def _patched() -> Iterator[None]:
+def _patched(plan: Plan) -> Iterator[None]:
     """Put simulated things where our code touches the machine, in this scope."""
-    made = [*nodes.patches(), *daemons.patches(), (grpc.aio, "insecure_channel", _channel)]
+    made = [*nodes.patches(), *daemons.patches(plan.wide), (grpc.aio, "insecure_channel", _channel)]
     before = [(where, name, getattr(where, name)) for where, name, _ in made]
     for where, name, what in made:
         setattr(where, name, what)

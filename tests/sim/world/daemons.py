@@ -7,11 +7,14 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from rendezvousd import attendance  # noqa: F401  # named, so that a mutation finds it
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Config
 from rendezvousd.core.errors import Refusal
 from rendezvousd.core.model import Job
+from rendezvousd.core.settings import Timing
 from rendezvousd.desk import Desk
 from rendezvousd.options import EtcdOptions
 from rendezvousd.rpc.about import About
@@ -20,13 +23,15 @@ from rendezvousd.rpc.rendezvous import RendezvousStreams
 from rendezvousd.rpc.store import StoreService
 from rendezvousd.terms import Office, serve_terms
 from rendezvousd.v1 import rendezvous_pb2 as pb
+from tests.sim.world import calls
+from tests.sim.world.etcd import SMALL_BYTES_MAX
 from tests.sim.world.machines import Process, World
-from tests.sim.world.network import Network, Server
+from tests.sim.world.network import JOIN, Handler, Network, Server
+from tests.sim.world.plan import Wide
 
 PORT = 29400
-JOIN = "/rendezvousd.v1.Rendezvous/Join"
 GET_DAEMON = "/rendezvousd.v1.Rendezvous/GetDaemon"
-RUN_ID = "job"
+AGE = 1024  # how often a node did not reach its peers that has tried for days
 
 
 class _Health:
@@ -48,7 +53,14 @@ class Daemon:
     """A machine on which a daemon is started, again and again."""
 
     def __init__(
-        self, world: World, net: Network, judge: Any, name: str, etcd: tuple[str, ...], **clock: float
+        self,
+        world: World,
+        net: Network,
+        judge: Any,
+        name: str,
+        etcd: tuple[str, ...],
+        settle_s: float | None = None,
+        **clock: float,
     ) -> None:
         self.world, self.net, self.judge = world, net, judge
         self.name = name
@@ -57,7 +69,9 @@ class Daemon:
         self.address = f"{name}:{PORT}"
         self.clock = clock
         self.config = Config(
-            backend="etcd" if etcd else "memory", etcd=EtcdOptions(endpoints=tuple(f"{e}:2379" for e in etcd))
+            backend="etcd" if etcd else "memory",
+            etcd=EtcdOptions(endpoints=tuple(f"{e}:2379" for e in etcd)),
+            timing=Timing() if settle_s is None else Timing(settle_s=settle_s),
         )
 
     @property
@@ -78,9 +92,9 @@ class Daemon:
     async def _run(self) -> None:
         process = self.process
         assert process is not None
-        desk = Desk()
-        streams = RendezvousStreams(desk)
-        office = Office(desk, streams, StoreService(desk), _Health())  # type: ignore[arg-type]
+        desk = self.desk = Desk()
+        streams, store = RendezvousStreams(desk), StoreService(desk)
+        office = Office(desk, streams, store, _Health())  # type: ignore[arg-type]
         self.admin = Admin(desk)
         about = About(desk, self.config.backend)
 
@@ -90,7 +104,8 @@ class Daemon:
             with contextlib.suppress(asyncio.InvalidStateError):  # as where gRPC itself answers a call that has ended
                 await context.write(view.SerializeToString())
 
-        self.net.listeners[self.address] = Server(self.net, process, {JOIN: streams.join, GET_DAEMON: get_daemon})
+        handlers: dict[str, Handler] = {JOIN: streams.join, GET_DAEMON: get_daemon, **calls.handlers(store)}
+        self.net.listeners[self.address] = Server(self.net, process, handlers)
         await serve_terms(self.config, office, self.address)
 
     def _gone(self, process: Process) -> None:
@@ -116,25 +131,36 @@ class Daemon:
             self.world.say(f"{self.process.name} is asked to end")
             self.process.post(self.process.main.cancel)
 
-    def operate(self, what: str, node: str = "") -> None:
+    def operate(self, what: str, run_id: str, node: str = "") -> None:
         """Let an operator ask for something."""
         if self.process is not None and self.up and not self.process.paused and hasattr(self, "admin"):
-            self.process.post(lambda: asyncio.ensure_future(self._operate(what, node)))
+            self.process.post(lambda: asyncio.ensure_future(self._operate(what, run_id, node)))
 
-    async def _operate(self, what: str, node: str) -> None:
+    async def _operate(self, what: str, run_id: str, node: str) -> None:
         context: Any = _Operator()
         try:
             match what:
                 case "restart":
-                    await self.admin.restart(pb.RestartRequest(run_id=RUN_ID), context)
+                    await self.admin.restart(pb.RestartRequest(run_id=run_id), context)
                 case "remove":
-                    await self.admin.leave(pb.LeaveRequest(run_id=RUN_ID, node_name=node), context)
+                    await self.admin.leave(pb.LeaveRequest(run_id=run_id, node_name=node), context)
                 case _:
-                    await self.admin.close(pb.CloseRequest(run_id=RUN_ID), context)
+                    await self.admin.close(pb.CloseRequest(run_id=run_id), context)
         except Refusal:
             return
         self.world.say(f"operator: {what} {node} at {self.name}")
-        self.judge.operated(what, node)
+        self.judge.operated(what, run_id, node)
+
+    def age(self, run_id: str, node: str) -> None:
+        """Let a node be one that has not reached its peers for days."""
+        if self.process is None or not self.up or not self.desk.attends:
+            return
+        room = self.desk.engine.rooms.get(run_id)
+        if room is None:
+            return
+        for uid, found in room.job.nodes.items():
+            if found.name == node and found.unreachables < AGE:
+                room.job = replace(room.job, nodes=room.job.nodes.set(uid, replace(found, unreachables=AGE)))
 
 
 class _Memory(MemoryBackend):
@@ -143,10 +169,23 @@ class _Memory(MemoryBackend):
     async def write(self, job: Job, *, expected: int) -> int:
         stored = await super().write(job, expected=expected)
         daemon = _world().current.owner
-        sealed = job.round is not None and job.round.uid == job.known.round_uid
-        roster = [str(seat.uid) for seat in job.round.seats] if sealed and job.round is not None else []
-        daemon.judge.stored(daemon.process, job.known.round_uid, roster)
+        daemon.judge.stored(daemon.process, job)
         return stored
+
+
+def _small_requests(operations_max: int) -> list[tuple[Any, str, Any]]:
+    """Return what the backend must know of an etcd that takes no larger transactions."""
+    from rendezvousd.backends import etcd, etcd_store
+
+    half = SMALL_BYTES_MAX // 2
+    return [
+        (etcd, "OPERATIONS_MAX", operations_max),
+        (etcd, "BYTES_MAX", half),
+        (etcd, "PAGE", 2),
+        (etcd_store, "PAGE", 2),
+        (etcd_store.EtcdStores, "records_max", operations_max),
+        (etcd_store.EtcdStores, "bytes_max", half),
+    ]
 
 
 def _world() -> Any:
@@ -155,9 +194,9 @@ def _world() -> Any:
     return _worlds[-1]
 
 
-def patches() -> list[tuple[Any, str, Any]]:
-    """Return what stands where the daemon would touch the machine: (where, name, what)."""
-    from rendezvousd import election, engine, terms
+def patches(wide: Wide) -> list[tuple[Any, str, Any]]:
+    """Return what stands where the daemon would touch the machine, and for constants: (where, name, what)."""
+    from rendezvousd import delivery, election, engine, terms
     from rendezvousd.backends import etcd, etcd_client
 
     def token_hex(size: int) -> str:
@@ -170,4 +209,6 @@ def patches() -> list[tuple[Any, str, Any]]:
         (etcd, "secrets", secrets),
         (etcd_client, "random", SimpleNamespace(uniform=lambda a, b: _world().current.chance.uniform(a, b))),
         (election, "boottime", lambda: _world().current.clock()),
+        *([(delivery, "SMALL_MAX", wide.small_max)] if wide.small_max else []),
+        *(_small_requests(wide.operations_max) if wide.operations_max else []),
     ]

@@ -19,6 +19,12 @@ from tests.sim.world.network import CONNECTED, DATA, GONE, STATUS, End, Item, Ne
 
 PORT = 2379
 KV, LEASE = "/etcdserverpb.KV/", "/etcdserverpb.Lease/"
+# Of one request, and of a transaction's operations: as etcd has it by default.
+BYTES_MAX = 1_500_000
+OPERATIONS_MAX = 128
+COMPACTED = "etcdserver: mvcc: required revision has been compacted"
+SMALL_BYTES_MAX = 60_000  # of one request, where it takes smaller ones only
+COMPACTS_S = 0.2
 LATE_S = (0.0, 4.0)  # how late an etcd in trouble carries out what it has taken
 
 
@@ -42,10 +48,19 @@ class Etcd:
         self.alone: dict[str, float] = {}  # members cut off from the others, until when
         self.leaderless_until = -1.0
         self.late_until = -1.0  # requests are carried out late, and answers are lost
+        self.compacted = 0  # the newest revision that cannot be read any more
+        self.compacts = False  # every few seconds it forgets all but the newest
+        self._compacts_at = 0.0
+        self._operations_max, self._bytes_max = OPERATIONS_MAX, BYTES_MAX
         self._chance = world.random("etcd")
         self._lease = 1000
         for member in self.members:
             net.listeners[f"{member}:{PORT}"] = _Listener(self, member)
+
+    def limit(self, operations_max: int) -> None:
+        """Take smaller requests only; 0: as by default."""
+        if operations_max:
+            self._operations_max, self._bytes_max = operations_max, SMALL_BYTES_MAX
 
     # ----------------------------------------------------------------------------------------------- its troubles
 
@@ -93,13 +108,30 @@ class Etcd:
     def _carry_out(self, end: Member, method: str, data: bytes) -> None:
         if self.world.over:
             return
-        getattr(self, f"_do_{method.lower()}")(end, data)
+        self._compact()
+        if len(data) > self._bytes_max:
+            end.refuse(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: request is too large")
+        else:
+            getattr(self, f"_do_{method.lower()}")(end, data)
+
+    def _compact(self) -> None:
+        if self.compacts and self.world.now >= self._compacts_at:
+            self._compacts_at = self.world.now + COMPACTS_S
+            self.compacted = self.revision - 1
 
     def _do_range(self, end: Member, data: bytes) -> None:
-        end.answer(self._range(pb.RangeRequest.FromString(data)))
+        request = pb.RangeRequest.FromString(data)
+        if 0 < request.revision <= self.compacted:
+            end.refuse(grpc.StatusCode.OUT_OF_RANGE, COMPACTED)
+        else:
+            end.answer(self._range(request))
 
     def _do_txn(self, end: Member, data: bytes) -> None:
-        answer = self._txn(pb.TxnRequest.FromString(data))
+        request = pb.TxnRequest.FromString(data)
+        if max(len(request.compare), len(request.success), len(request.failure)) > self._operations_max:
+            end.refuse(grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: too many operations in txn request")
+            return
+        answer = self._txn(request)
         if answer is None:
             end.refuse(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
         else:
@@ -132,11 +164,23 @@ class Etcd:
         return pb.Header(revision=self.revision)
 
     def _range(self, request: Any) -> Any:
-        assert not request.revision or request.revision >= self.revision or not request.range_end, "only the newest"
-        keys = [key for key in sorted(self.kvs) if _within(key, request.key, request.range_end)]
+        found = self._at(request.revision) if 0 < request.revision < self.revision else self.kvs
+        keys = [key for key in sorted(found) if _within(key, request.key, request.range_end)]
         limit = request.limit or len(keys)
-        kvs = [self.kvs[key] for key in keys[:limit]]
+        kvs = [found[key] for key in keys[:limit]]
         return pb.RangeResponse(header=self._header(), kvs=kvs, more=len(keys) > limit, count=len(keys))
+
+    def _at(self, revision: int) -> dict[bytes, Any]:
+        """Return all that was there at a revision."""
+        found: dict[bytes, Any] = {}
+        for event in self.events:
+            if event.kv.mod_revision > revision:
+                break
+            if event.type == pb.Event.PUT:
+                found[event.kv.key] = event.kv
+            else:
+                found.pop(event.kv.key, None)
+        return found
 
     def _txn(self, request: Any) -> Any:
         succeeded = all(self._holds(compare) for compare in request.compare)
@@ -235,6 +279,10 @@ class Etcd:
         return True
 
     def _watch(self, end: Member, create: Any) -> None:
+        if 0 < create.start_revision <= self.compacted:
+            gone = pb.WatchResponse(header=self._header(), canceled=True, compact_revision=self.compacted + 1)
+            end.answer(gone, last=False)
+            return
         end.watches = (create.key, create.range_end)
         end.answer(pb.WatchResponse(header=self._header(), created=True), last=False)
         end.seen = create.start_revision - 1

@@ -50,8 +50,39 @@ def _leave(cluster: Cluster, fault: Fault) -> None:
 
 
 def _join(cluster: Cluster, fault: Fault) -> None:
-    node = cluster.nodes.get(fault.who) or cluster.add_node(fault.who, {"ahead_s": 5.0, "rate": 1.0})
+    job = cluster.job_of(fault.who)
+    node = cluster.nodes.get(fault.who) or job.add_node(fault.who, {"ahead_s": 5.0, "rate": 1.0})
     node.boot()
+
+
+def _newcomer(cluster: Cluster, fault: Fault) -> None:
+    if fault.who not in cluster.nodes:
+        cluster.job.add_node(fault.who, {"ahead_s": 3.0, "rate": 1.0}, fault.other)
+    cluster.nodes[fault.who].boot()
+
+
+def _requeue(cluster: Cluster, fault: Fault) -> None:
+    """The scheduler takes a job's nodes away, and starts it again: another attempt of the same submission."""
+    job = cluster.jobs[fault.who]
+    if job.token:
+        job.attempt += 1
+    for node in list(job.nodes.values()):
+        if node.up:
+            node.kill()
+            cluster.world.after(fault.for_s, cluster.restart_node, node)
+
+
+def _slow_reader(cluster: Cluster, fault: Fault) -> None:
+    cluster.judge.trouble(fault.who, fault.for_s + NOTICED_S)
+    cluster.net.slow_readers[fault.who] = cluster.world.now + fault.for_s
+
+
+def _aged(cluster: Cluster, fault: Fault) -> None:
+    """A node counts as one that has not reached its peers for days, until some time."""
+    for daemon in cluster.daemons.values():
+        daemon.age(cluster.job_of(fault.who).run_id, fault.who)
+    if cluster.world.now < fault.at + fault.for_s and not cluster.peaceful:
+        cluster.world.after(0.25, _aged, cluster, fault)
 
 
 def _stores(cluster: Cluster, fault: Fault) -> None:
@@ -77,17 +108,17 @@ def _fail(cluster: Cluster, fault: Fault) -> None:
     living = _running(cluster, fault)
     if living:
         worker, code = living[fault.number % len(living)], fault.number
-        cluster.training.fail(worker, 0 if code > 128 else code, code - 128 if code > 128 else 0)
+        worker.node.training.fail(worker, 0 if code > 128 else code, code - 128 if code > 128 else 0)
 
 
 def _hang(cluster: Cluster, fault: Fault) -> None:
     for worker in _running(cluster, fault)[:1]:
-        cluster.training.hang(worker)
+        worker.node.training.hang(worker)
 
 
 def _early(cluster: Cluster, fault: Fault) -> None:
     for worker in _running(cluster, fault)[:1]:
-        cluster.training.end(worker)
+        worker.node.training.end(worker)
 
 
 def _running(cluster: Cluster, fault: Fault) -> list[Any]:
@@ -186,7 +217,7 @@ def _etcd_cut(cluster: Cluster, fault: Fault) -> None:
 
 def _operator(cluster: Cluster, fault: Fault) -> None:
     for daemon in cluster.daemons.values():
-        daemon.operate(fault.what, fault.other)
+        daemon.operate(fault.what, cluster.job.run_id, fault.other)
 
 
 # ------------------------------------------------------------------------------------------------ in general
@@ -210,6 +241,10 @@ FAULTS: dict[str, Callable[[Cluster, Fault], None]] = {
     "power": _power,
     "leave": _leave,
     "join": _join,
+    "newcomer": _newcomer,
+    "requeue": _requeue,
+    "slow-reader": _slow_reader,
+    "aged": _aged,
     "stores": _stores,
     "pause": _pause,
     "slow": _slow,

@@ -11,11 +11,12 @@ from typing import Any
 
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.sim.world.book import Book, Facts, Word
+from tests.sim.world.instances import Instances
 from tests.sim.world.machines import Process, World
 from tests.sim.world.network import Stream
+from tests.sim.world.texts import place_text, state_text
 from tests.sim.world.training import Worker
 
-JOIN = "/rendezvousd.v1.Rendezvous/Join"
 LEADER = b"/rendezvousd/leader"
 SEQ_BYTES = 8
 ROUND_UID = re.compile(rb"(?<![0-9a-f])[0-9a-f]{24}(?![0-9a-f])")
@@ -26,6 +27,8 @@ COMMIT_S = 0.5
 # Workers end within the grace, and are found to be gone.
 CLEAR_S = 1.5
 LEASE_S = 5.0
+# How long a daemon without memory may take to hear of what ran before it.
+RECOVERY_MAX_S = 60.0
 # What a broken stream is forgiven, at least.
 GRACE_S = 1.0
 # The daemon looks at deadlines ten times a second, by a clock of its own.
@@ -33,8 +36,9 @@ SLACK_S = 0.3
 
 
 class Judge:
-    def __init__(self, world: World, cluster: Any) -> None:
-        self.world, self.cluster = world, cluster
+    def __init__(self, world: World, cluster: Any, job: Any) -> None:
+        self.world, self.cluster, self.job = world, cluster, job
+        self.instances = Instances(self)
         self.books: dict[str, Book] = {}
         self.durable: set[str] = set()
         self.words: dict[str, dict[str, Word]] = {}  # by daemon process and node
@@ -48,7 +52,7 @@ class Judge:
         self.stores: dict[str, str] = {}  # by offer: the round whose workers met there
         self.troubled: dict[str, float] = {}  # machines whose connections had trouble, and until when
         self.exits: list[tuple[str, int, str]] = []
-        self.said: dict[str, tuple[int, str]] = {}  # by job: the code and the line that its first node exited with
+        self.said: dict[str, tuple[int, str]] = {}  # by job: how the first of its nodes exited
         self.newest = ""  # the round that was sealed last, of those that etcd keeps
         self.sealed = self.started = 0
 
@@ -56,10 +60,6 @@ class Judge:
 
     def data(self, stream: Stream, way: str, data: bytes) -> None:
         """A message was said, read, told or heard. Those that repeat the last one are no news."""
-        if stream.path != JOIN or self.world.over:
-            if way == "said":
-                self._written(stream.client.process, data)
-            return
         body = data[:-SEQ_BYTES]
         daemon = stream.server.process
         assert daemon is not None
@@ -69,6 +69,8 @@ class Judge:
             if way == "read":
                 word = self.words[daemon.name].get(stream.note)
                 if word is not None:
+                    if self.world.now - word.at > LEASE_S - SLACK_S:
+                        word.back_at, word.before_at = self.world.now, word.at
                     word.at = self.world.now
             return
         stream.last[way] = body
@@ -83,12 +85,13 @@ class Judge:
             place = pb.Place.FromString(data)
             if way == "told":
                 self._told(daemon, place)
+                self.instances.told(daemon, _owner(stream), place)
             else:
                 self._heard(_owner(stream), place)
 
     def _said(self, stream: Stream, state: Any) -> None:
         node = _owner(stream)
-        self.world.say(f"{node.uid} says {_state_text(state)}")
+        self.world.say(f"{node.uid} says {state_text(state)}")
         if state.HasField("offer") and node.living():
             self.world.fail("Offer", f"{node.uid} offers itself while {node.living()[0]} lives")
 
@@ -101,9 +104,11 @@ class Judge:
         word = words[uid] = Word(now, state.stream_no, state)
         if old is not None:
             word.offered, word.busy_since, word.missed = old.offered, old.busy_since, old.missed
+            word.back_at, word.before_at = old.back_at, old.before_at
             away_s = now - old.over_at if old.over_at is not None else 0.0
             if away_s > GRACE_S - SLACK_S or now - old.at > LEASE_S - SLACK_S:
                 word.missed = self.last.get(daemon.name, "")
+                word.back_at, word.before_at = now, max(old.at, old.over_at or 0.0)
         if state.HasField("offer"):
             word.offered = word.offered | {state.offer.after_round_uid}
         if state.held.alive and state.held.assignment.round_uid != self.valid.get(daemon.name, ""):
@@ -116,26 +121,24 @@ class Judge:
     def stream_over(self, stream: Stream) -> None:
         """A daemon sees that a stream has ended."""
         daemon = stream.server.process
-        if stream.path == JOIN and daemon is not None and stream.note:
+        if daemon is not None and stream.note:
             word = self.words.get(daemon.name, {}).get(stream.note)
             if word is not None and word.stream_no == stream.number and word.over_at is None:
                 word.over_at = self.world.now
 
     # ----------------------------------------------------------------------------------------- what daemons keep
 
-    def _written(self, daemon: Process | None, data: bytes) -> None:
+    def written(self, daemon: Process | None, data: bytes) -> None:
         """A daemon asks etcd to keep something: what it seals is sealed now, and durable later."""
         if daemon is not None:
             for found in ROUND_UID.findall(data):
                 self._seal(daemon, found.decode())
 
-    def etcd_wrote(self, key: bytes, value: bytes) -> None:
+    def etcd_wrote(self, value: bytes) -> None:
         found = {uid.decode() for uid in ROUND_UID.findall(value)}
         self.durable |= found
         kept = [book for uid in found | {self.newest} if (book := self.books.get(uid)) is not None]
         self.newest = max(kept, key=lambda book: book.sealed_at).uid if kept else ""
-        if key == LEADER:
-            self.world.say(f"{value.decode() or 'nobody'} leads")
 
     def stored(self, daemon: Process, round_uid: str, roster: list[str]) -> None:
         """A daemon keeps a job in its memory, whose last round has these members."""
@@ -169,8 +172,8 @@ class Judge:
         self.world.say(f"{name} seals {uid[:6]}")
         slack = SLACK_S + (0.0 if self.cluster.calm_backend() else 60.0)
         for node, fact in facts.items():
-            attached = fact.over_for_s < FOLD_S and fact.silent_s < LEASE_S - SLACK_S
-            patience = self.cluster.plan.grace_s + LEASE_S - slack
+            attached = fact.over_for_s < FOLD_S and fact.silent_s < LEASE_S - SLACK_S and not self.instances.over(node)
+            patience = self.job.plan.grace_s + LEASE_S - slack
             if attached and fact.alive and fact.held != uid and fact.busy_for_s < patience:
                 self.world.fail(
                     "Quiet", f"{uid[:6]} is sealed while {node} says that {fact.alive} live of {fact.held[:6]}"
@@ -203,6 +206,7 @@ class Judge:
             self.last[daemon.name] = place.known.round_uid
         if self.valid.get(daemon.name) != place.valid_round_uid and place.job_uid:
             broken = self.valid.get(daemon.name, "")
+            self._stopped_for(daemon, broken, place.valid_round_uid)
             self.valid[daemon.name] = place.valid_round_uid
             if broken in self.books and self.books[broken].broken_at is None:
                 self.books[broken].broken_at = self.world.now
@@ -210,8 +214,21 @@ class Judge:
                 if word.state.held.alive and word.state.held.assignment.round_uid != place.valid_round_uid:
                     word.busy_since = self.world.now if word.busy_since is None else word.busy_since
 
+    def _stopped_for(self, daemon: Process, broken: str, later: str) -> None:
+        """A round that runs gives way to a later one of an earlier daemon only if that is complete, or soon."""
+        book = self.books.get(later)
+        if not broken or book is None or book.daemon is daemon or self.cluster.etcd is not None or daemon.pauses:
+            return
+        words = self.words.get(daemon.name, {})
+        there = {uid for uid, word in words.items() if word.state.held.assignment.round_uid == later}
+        late = self.world.now > daemon.began_at + RECOVERY_MAX_S + SLACK_S
+        if late and (book.told is None or len(there) < book.told[1]):
+            self.world.fail(
+                "Recover", f"{daemon.name} stops {broken[:6]} for {later[:6]}, of which it heard {len(there)}"
+            )
+
     def _heard(self, node: Any, place: Any) -> None:
-        self.world.say(f"{node.uid} hears {_place_text(place)}")
+        self.world.say(f"{node.uid} hears {place_text(place)}")
         self._known(node, place)
         self._cause(node, place)
         kind = place.WhichOneof("status")
@@ -226,7 +243,7 @@ class Judge:
         if place.job_uid:
             for worker in node.living():
                 if worker.round_uid != place.valid_round_uid:
-                    patience = self.cluster.plan.grace_s + CLEAR_S
+                    patience = self.job.plan.grace_s + CLEAR_S
                     self.world.after(patience, self._cleared, node, node.process, worker)
 
     def _cleared(self, node: Any, process: Process, worker: Worker) -> None:
@@ -241,12 +258,14 @@ class Judge:
         if before is not None and before.job_uid == known.job_uid:
             if known.round < before.round:
                 self.world.fail("Numbers grow", f"{node.uid} hears of round {known.round} after {before.round}")
-            if known.round == before.round and known.round_uid != before.round_uid:
+            # (a daemon that has no memory, and does not hear of the last round, makes another one of that number)
+            remembers = self.cluster.etcd is not None
+            if remembers and known.round == before.round and known.round_uid != before.round_uid:
                 self.world.fail("Identity", f"{node.uid} hears of two rounds {known.round}")
             if known.restarts_used < before.restarts_used:
                 self.world.fail("Charge", f"{node.uid} hears of fewer restarts than before")
-        if known.restarts_used > self.cluster.plan.max_restarts:
-            self.world.fail("Charge", f"{known.restarts_used} restarts used of {self.cluster.plan.max_restarts}")
+        if known.restarts_used > self.job.restarts_max:
+            self.world.fail("Charge", f"{known.restarts_used} restarts used of {self.job.restarts_max}")
         self.greatest[node.uid] = known
         uid = known.charged_round_uid
         if uid:
@@ -262,7 +281,7 @@ class Judge:
             return
         if not book.failures:
             self.world.fail("Charge", f"{uid[:6]} is charged, and no worker of it failed")
-        elif self.cluster.plan.gentle and book.deaths and not any(w.own_fault for w in book.failures):
+        elif self.job.plan.gentle and book.deaths and not any(w.own_fault for w in book.failures):
             self.world.fail("Charge", f"{uid[:6]} is charged for the loss of {book.deaths[0]}")
 
     def _cause(self, node: Any, place: Any) -> None:
@@ -270,12 +289,13 @@ class Judge:
         cause = place.break_cause
         valid, said = self.causes.get(node.uid, ("", ""))
         self.causes[node.uid] = place.valid_round_uid, cause.text
-        old = cause.text == said and (not valid or valid == place.valid_round_uid)
-        if old or cause.kind != pb.NODE_LOST or not self.cluster.plan.punctual:
+        over = place.WhichOneof("status") == "ended"  # with a round that may not have broken
+        old = cause.text == said and (over or not valid or valid == place.valid_round_uid)
+        if old or cause.kind != pb.NODE_LOST or not self.job.plan.punctual:
             return
         lost = self.cluster.node_of(cause.node_uid)
         if not cause.node_uid:  # some did not come back to a new daemon
-            if not any(self._in_trouble(name, 120.0) for name in self.cluster.nodes):
+            if not any(self._in_trouble(name, 120.0) for name in self.job.nodes):
                 self.world.fail("Stall", f"nodes are given up ({cause.text}), and none was away")
         elif lost is not None and lost.uid == cause.node_uid and not self._in_trouble(lost.name, 60.0):
             self.world.fail("Stall", f"{lost.uid} is given up ({cause.text}), and was there all the time")
@@ -318,6 +338,7 @@ class Judge:
             book.number = seat.round
             self._tiles(book, seat)
             self._seated(book, uid)
+            self.instances.seated(node, book.members, book.daemon)
             if len(book.seats) == seat.group_size:
                 self._members_first(book)
 
@@ -360,12 +381,7 @@ class Judge:
                 continue
             if fact.missed == book.before:
                 continue  # it was lost, and is a newcomer now
-            if (
-                fact.offer_after == book.before
-                and not fact.alive
-                and last.told is not None
-                and not self.cluster.plan.harsh
-            ):
+            if fact.offer_after == book.before and not fact.alive and last.told is not None and not self.job.plan.harsh:
                 self.world.fail("Members first", f"{uid} loses its seat in {book.uid[:6]} to a newcomer")
 
     # -------------------------------------------------------------------------------------------------- workers
@@ -376,6 +392,10 @@ class Judge:
         for other in worker.node.living():
             if other.round_uid != worker.round_uid:
                 self.world.fail("Quiet", f"{worker} starts while {other} lives")
+        if self.job.plan.wide.stop:
+            for other in [other for node in self.job.nodes.values() for other in node.living()]:
+                if other.round_uid != worker.round_uid:
+                    self.world.fail("Daemon loss", f"{worker} starts while {other} lives")
         book = self.books.get(worker.round_uid)
         if book is None or book.told is None:
             self.world.fail("One roster", f"{worker} starts, of a round that nobody was told of")
@@ -406,18 +426,13 @@ class Judge:
         """A machine's connections have an excuse until some time from now."""
         self.troubled[machine] = max(self.world.now + seconds, self.troubled.get(machine, -1e9))
 
-    def operated(self, what: str, node: str) -> None:
-        if node:
-            self.trouble(node)
-
     def exited(self, node: Any, code: int, text: str) -> None:
         self.trouble(node.name)
         said = text.partition("] ")[2]
         self.world.say(f"{node.uid} exits with {code}: {said}")
         if not said.startswith("job "):
             return
-        known = self.greatest.get(node.uid)
-        first = self.said.setdefault(known.job_uid if known is not None else "", (code, said))
+        first = self.said.setdefault(self.instances.of.get(node.uid, ""), (code, said))
         if self.cluster.etcd is not None and first != (code, said):
             self.world.fail("One outcome", f"{node.uid} exits with {code}: {said}; others with {first}")
         self.exits.append((node.uid, code, said))
@@ -427,38 +442,3 @@ def _owner(stream: Stream) -> Any:
     """Return the node whose stream it is."""
     assert stream.client.process is not None
     return stream.client.process.owner
-
-
-def _state_text(state: Any) -> str:
-    parts = [f"(stream {state.stream_no})"]
-    if state.HasField("held"):
-        held = state.held
-        failures = f" failed {[f.rank for f in held.failures]}" if held.failures else ""
-        trouble = " store lost" * held.store_lost + " unreachable" * held.master_unreachable
-        phase = pb.HeldPhase.Name(held.phase).lower()
-        parts.append(f"{phase} {held.assignment.round_uid[:6]}, {held.alive} alive{failures}{trouble}")
-    if state.HasField("offer"):
-        parts.append(f"offers after {state.offer.after_round_uid[:6] or 'none'}")
-    if state.HasField("leaving"):
-        parts.append("leaves")
-    if state.outcome_seen:
-        parts.append("has seen the outcome")
-    return " ".join(parts)
-
-
-def _place_text(place: Any) -> str:
-    kind = place.WhichOneof("status")
-    what = str(kind)
-    if kind == "assigned":
-        seat = place.assigned
-        what = f"node {seat.group_rank}/{seat.group_size} of {seat.round_uid[:6]} (round {seat.round})"
-    elif kind == "ended":
-        what = f"ended: {pb.Outcome.Name(place.ended.outcome)} may_exit={place.ended.may_exit}"
-    elif kind == "removed":
-        what = f"removed: {place.removed.reason}"
-    valid = place.valid_round_uid[:6] or "none"
-    known = place.known
-    return (
-        f"{what}, valid {valid}, known {known.round} {known.round_uid[:6]}, restarts {known.restarts_used}"
-        f" ({place.term[:4]}.{place.revision}; {place.explain})"
-    )

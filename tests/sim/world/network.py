@@ -23,6 +23,9 @@ RETRANSMIT_S = (0.05, 1.0)  # how soon TCP notices that a path works again
 NEAR_S = 0.01  # from a daemon to etcd, at most
 LOST_S = (0.2, 1.2)  # what the loss of a packet costs
 
+JOIN = "/rendezvousd.v1.Rendezvous/Join"
+SLOW_S = (0.3, 2.5)  # that a slow reader takes for a message
+
 DATA, CONNECTED, STATUS, GONE = "data", "connected", "status", "gone"
 Item: TypeAlias = tuple[str, Any]
 Handler: TypeAlias = Callable[[Any, "Context"], Coroutine[Any, Any, None]]
@@ -43,6 +46,7 @@ class Network:
         self._delay_s, self._loss = delay_s, loss
         self._chances: dict[tuple[str, str], Any] = {}
         self._cut: dict[tuple[str, str], float] = {}  # one way, until when
+        self.slow_readers: dict[str, float] = {}  # machines whose streams are read slowly, until when
 
     # ------------------------------------------------------------------------------------------ what goes wrong
 
@@ -62,6 +66,7 @@ class Network:
 
     def heal(self) -> None:
         self._cut.clear()
+        self.slow_readers.clear()
 
     def is_cut(self, source: str, target: str) -> bool:
         return self.world.now < self._cut.get((source, target), -1.0)
@@ -472,7 +477,16 @@ class Context(End):
         if self._gone or self.over:
             raise asyncio.InvalidStateError("the call has ended")
         self.stream.net.on_data(self.stream, "told", data)
+        await self._flow()
         self.pipe.send((DATA, data))
+
+    async def _flow(self) -> None:
+        """Return when there is room for what is written: the client has read what came before."""
+        net, reader = self.stream.net, self.stream.client.machine
+        if self.stream.path == JOIN and net.world.now < net.slow_readers.get(reader, -1.0):
+            await asyncio.sleep(net.chance(self.machine, reader).uniform(*SLOW_S))
+            if self._gone or self.over:
+                raise asyncio.InvalidStateError("the call has ended")
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         if code is grpc.StatusCode.INVALID_ARGUMENT:

@@ -53,11 +53,20 @@ class Node:
     """A machine on which launchers are started, one after the other."""
 
     def __init__(
-        self, world: World, net: Network, training: Training, judge: Any, name: str, argv: Sequence[str], **clock: float
+        self,
+        world: World,
+        net: Network,
+        training: Training,
+        judge: Any,
+        name: str,
+        argv: Callable[[], Sequence[str]],
+        **clock: float,
     ) -> None:
+        """`argv`: with which options the next launcher is started."""
         self.world, self.net, self.training, self.judge = world, net, training, judge
         self.name = name
-        self.options = options(*argv)
+        self.kind = "same"  # or by what it differs from the others
+        self._argv = argv
         self.process: Process | None = None
         self.uid = ""
         self.incarnation = 0
@@ -82,6 +91,7 @@ class Node:
             self.world.after(KEEPER_S[1], self.boot)
             return
         self.net.power_on(self.name)
+        self.options = options(*self._argv())
         self.incarnation += 1
         self.uid = f"{self.name}.{self.incarnation}"
         process = self.process = Process(self.world, self.uid, self.name, **self.clock)
@@ -172,6 +182,7 @@ class Supervisor:
         self._closed = False
         self._hurried = asyncio.Event()
         node.supervisor = self
+        self._until: float | None = None  # the end of the lease under which workers live
 
     @classmethod
     async def start(cls, on_fact: Callable[[facts.ProcessFact], None], **_: Any) -> Supervisor:
@@ -196,6 +207,7 @@ class Supervisor:
                     master=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
                     restart_count=int(env["TORCHELASTIC_RESTART_COUNT"]),
                     on_end=self._ended,
+                    env=env,
                 )
             )
         node.workers = [w for w in node.workers if w.alive] + workers
@@ -239,6 +251,26 @@ class Supervisor:
 
     def signal(self, number: int) -> None:
         pass
+
+    def fence(self, until: float | None) -> None:
+        """As the keeper: it ends everything at that instant, whatever has become of the launcher."""
+        if until == self._until:
+            return
+        self._until = until
+        process = self._node.process
+        if until is not None and process is not None:
+            self._node.world.at(process.when(until), self._lease_ended, until)
+
+    def _lease_ended(self, until: float) -> None:
+        node = self._node
+        if until != self._until or node.supervisor is not self or not node.up or node.process is None:
+            return
+        node.world.say(f"the lease of {node.uid} has ended")
+        node._end_workers()
+        node.stores.clear()
+        self.helper = False
+        node.process.post(self.on_fact, facts.SpawnerEnded(text="its lease ended"))
+        node.process.post(self.on_fact, facts.HelperEnded(name=Stores.NAME, exit_code=0, signal=int(signal.SIGKILL)))
 
     def alive(self) -> int:
         return len(self._node.living())
@@ -289,7 +321,7 @@ class Workers:
         self._node = _node()
 
     async def commands(
-        self, seat: model.Assignment, *, endpoint: str, job_uid: str, scratch: str
+        self, seat: model.Assignment, *, endpoint: str, job_uid: str, **_: object
     ) -> list[facts.WorkerCommand]:
         environments = [
             worker_environment(
@@ -391,6 +423,8 @@ def patches() -> list[tuple[Any, str, Any]]:
         (brains, "addresses", lambda endpoint: (endpoint,)),
         (channels, "addresses", lambda endpoint: (endpoint,)),
         (reach, "_connect", connect),
+        (launcher, "boottime", lambda: _world().current.clock()),
+        (session, "boottime", lambda: _world().current.clock()),
         (session, "time", SimpleNamespace(monotonic=lambda: _world().current.clock())),
         (session, "random", SimpleNamespace(uniform=lambda a, b: _world().current.chance.uniform(a, b))),
     ]

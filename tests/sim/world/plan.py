@@ -35,6 +35,22 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Wide:
+    """What a run may have beyond one job whose nodes are all alike, on daemons and an etcd that are as by default."""
+
+    token: str = "s"  # of the job's submission; empty: none
+    stop: bool = False  # --on-daemon-loss=stop
+    beside: Plan | None = None  # another job of the same daemons
+    settles_s: tuple[float, ...] = ()  # --settle of each daemon, where they differ
+    small_max: int = 0  # jobs of more nodes are answered as large ones are; 0: as by default
+    operations_max: int = 0  # of one transaction of etcd, which then takes small requests only; 0: as by default
+    compacts: bool = False  # etcd forgets its history every few seconds
+    calls: bool = False  # workers call the job's store
+    quiet_at_s: float = QUIET_AT_S
+    story: str = ""  # the one that was added to the faults
+
+
+@dataclass(frozen=True)
 class Plan:
     seed: int
     mode: Mode
@@ -53,6 +69,9 @@ class Plan:
     arrivals_s: tuple[float, ...]
     clocks: tuple[tuple[float, float], ...]  # of the nodes, then of the daemons: seconds ahead, and rate
     faults: tuple[Fault, ...]
+    run_id: str = "job"
+    names: str = "n"  # what its nodes' names begin with
+    wide: Wide = Wide()
 
     @property
     def min_nodes(self) -> int:
@@ -67,21 +86,37 @@ class Plan:
     def punctual(self) -> bool:
         """Whether nodes are heard in time unless something is wrong with them, or with a whole path."""
         return self.loss == 0 and not any(
-            fault.what in ("slow", "etcd-late", "etcd-leaderless") for fault in self.faults
+            fault.what in ("slow", "slow-reader", "etcd-late", "etcd-leaderless") for fault in self.faults
         )
 
     @property
     def harsh(self) -> bool:
         """Whether a node may be too late with its offer."""
-        return any(fault.what in ("slow", "pause", "unreachable") for fault in self.faults)
+        return any(fault.what in ("slow", "slow-reader", "pause", "unreachable") for fault in self.faults)
+
+    @property
+    def lasts_s(self) -> float:
+        """For how long a run goes on, at most."""
+        if self.mode == "liveness":
+            return self.wide.quiet_at_s + HEALED_S
+        return SAFETY_S + self.wide.quiet_at_s - QUIET_AT_S
 
     def __str__(self) -> str:
         keeps = f"{self.daemons} daemons on etcd ({self.members})" if self.members else "a daemon with its memory"
         return (
             f"seed {self.seed}, {self.mode}: {self.nodes} nodes of {self.slots}, --nnodes={self.size}, "
             f"--max-restarts={self.max_restarts}, grow={self.grow}, {keeps}, {self.work_s:.0f} s of work, "
-            f"delay {self.delay_s * 1000:.0f} ms, loss {self.loss:.0%}"
+            f"delay {self.delay_s * 1000:.0f} ms, loss {self.loss:.0%}{self._more()}"
         )
+
+    def _more(self) -> str:
+        wide, usual = self.wide, Wide()
+        parts = [
+            f"; {name}: {what}"
+            for name in wide.__dataclass_fields__
+            if (what := getattr(wide, name)) != getattr(usual, name)
+        ]
+        return "".join(parts)
 
 
 KINDS = (
@@ -127,11 +162,11 @@ def plan(seed: int, mode: Mode | None = None) -> Plan:
             (chance.uniform(0.0, 1e5), 1.0 + chance.uniform(-1, 1) * (0.01 if i < nodes else drift))
             for i in range(nodes + daemons)
         ),
-        faults=_faults(chance, mode, nodes, daemons, members),
+        faults=faults(chance, mode, nodes, daemons, members),
     )
 
 
-def _faults(chance: random.Random, mode: Mode, nodes: int, daemons: int, members: int) -> tuple[Fault, ...]:
+def faults(chance: random.Random, mode: Mode, nodes: int, daemons: int, members: int) -> tuple[Fault, ...]:
     """Each seed has a taste: some kinds of faults happen in it often, and others never."""
     kinds = KINDS + OF_ETCD if members else KINDS
     taste = chance.sample(kinds, chance.randint(1, 6))

@@ -7,7 +7,7 @@ at the last full second when a rank is lost. Most peers of a lost rank fail soon
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Worker:
     master: tuple[str, int]
     restart_count: int
     on_end: Callable[[Worker], None]
+    env: Mapping[str, str]
     alive: bool = True
     told_to_stop: bool = False
     exit_code: int = 0
