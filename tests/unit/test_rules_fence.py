@@ -116,6 +116,22 @@ def test_workers_that_are_still_alive_prove_nothing() -> None:
     assert stage.job.running is None
 
 
+def test_that_an_older_round_is_over_proves_nothing_of_the_last_one() -> None:
+    stage = stopping("2")
+    _, b = stage.run("a", "b")
+    before = b.held
+    stage.restart()
+    stage.play()
+    assert stage.job.running is not None
+    assert before is not None
+    cut_off(stage, b, LEASE_S)
+    assert stage.job.fences
+    b.held = replace(before, phase=Phase.STOPPED, alive=0)  # it says so before it has heard of the last one
+    b.offer = None
+    stage.hear(b)
+    assert stage.job.fences
+
+
 def test_a_member_that_was_done_leaves_nothing_behind() -> None:
     stage = stopping("2:3")
     _, b, c = stage.run("a", "b", "c")
