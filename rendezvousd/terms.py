@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rendezvousd.backends.base import Stores
 from rendezvousd.backends.etcd import EtcdBackend
-from rendezvousd.backends.etcd_client import Access, EtcdClient
+from rendezvousd.backends.etcd_client import Access, EtcdClient, Secrets
 from rendezvousd.backends.etcd_store import EtcdStores
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import Address, Config, ConfigError, EtcdOptions
@@ -122,19 +122,20 @@ def access(etcd: EtcdOptions) -> Access:
     def read(path: str) -> bytes | None:
         return Path(path).read_bytes() if path else None
 
-    try:
+    def secrets() -> Secrets:
         password = read(etcd.password_file)
-        return Access(
-            endpoints=etcd.endpoints,
-            tls=bool(etcd.ca or etcd.cert),
+        return Secrets(
             ca=read(etcd.ca),
             cert=read(etcd.cert),
             key=read(etcd.key),
-            user=etcd.user,
             password="" if password is None else password.decode().strip(),
         )
+
+    try:
+        secrets()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read what etcd wants to know: {error}") from error
+    return Access(endpoints=etcd.endpoints, tls=bool(etcd.ca or etcd.cert), user=etcd.user, secrets=secrets)
 
 
 def shared_id(config: Config) -> str:

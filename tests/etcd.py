@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from rendezvousd.backends.etcd_client import Access, EtcdClient
+from rendezvousd.backends.etcd_errors import EtcdError, Trouble
+from rendezvousd.etcd.v1 import etcd_pb2 as pb
 from tests.ports import free_ports
 
 PATIENCE_S = 90.0  # for what takes a second on an idle machine
@@ -87,6 +89,21 @@ class Member:
     @property
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.client_port}"
+
+    def another(self, name: str) -> Member:
+        """Return a member that is to be added to a cluster of this one alone."""
+        client_port, peer_port = free_ports(2)
+        client, peer = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+        options = [
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster={self.name}=http://127.0.0.1:{self.peer_port},{name}={peer}",
+            "--initial-cluster-state=existing",
+            *TICKS,
+        ]
+        return Member(self.program, self.directory, name, client_port, peer_port, options)
 
     def start(self) -> None:
         with (self.directory / f"{self.name}.log").open("ab") as log:
@@ -224,6 +241,32 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert loop.time() < deadline, "it never happened"
         await asyncio.sleep(0.005)
+
+
+def put(key: bytes, value: bytes = b"", *, over: int | None = None) -> pb.TxnRequest:
+    """A put; with `over`, only if the key was last changed at that revision."""
+    compare = []
+    if over is not None:
+        compare = [pb.Compare(target=pb.Compare.MOD, result=pb.Compare.EQUAL, key=key, mod_revision=over)]
+    return pb.TxnRequest(compare=compare, success=[pb.RequestOp(put=pb.PutRequest(key=key, value=value))])
+
+
+async def failing(client: EtcdClient, request: pb.TxnRequest) -> EtcdError:
+    try:
+        await client.txn(request)
+    except EtcdError as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+async def trouble(client: EtcdClient, wanted: Trouble, words: str = "") -> None:
+    """Call until the client says so, in these words among others."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
+    while client.health.trouble is not wanted or words not in client.health.describe():
+        assert asyncio.get_running_loop().time() < deadline, f"only: {client.health.describe()}"
+        with contextlib.suppress(EtcdError):
+            await client.txn(put(b"x"))
+        await asyncio.sleep(0.05)
 
 
 class Cable:

@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
+from rendezvousd.backends.etcd_endpoint import CALL_S, Access, Answer, Endpoint, Metadata, Method, Secrets, read, write
 from rendezvousd.backends.etcd_errors import (
+    EtcdClosed,
     EtcdCompacted,
     EtcdError,
     EtcdRefused,
@@ -25,127 +26,24 @@ from rendezvousd.backends.etcd_errors import (
     Trouble,
     compacted,
     judge,
-    stale_token,
 )
 from rendezvousd.backends.etcd_health import Health
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
 
-T = TypeVar("T")
-Answer = TypeVar("Answer")
+__all__ = ["Access", "EtcdClient", "Secrets", "pauses_s", "prefix_end"]
 
-# A healthy etcd answers in milliseconds; a member cut off from the others only after 7 s, when another could have
-# answered long ago.
-CALL_S = 1.5
-# Asking a member how it is: it answers from memory.
-STATUS_S = 1.0
+T = TypeVar("T")
+
 # Pauses between attempts. The first is for the next endpoint, the last is what a mended etcd is noticed within.
 PAUSE_MIN_S, PAUSE_MAX_S = 0.02, 1.0
 
-_CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),  # more often than every 5 s, etcd hangs up (too_many_pings)
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.max_pings_without_data", 0),  # a quiet watch is pinged for ever, not twice
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.enable_retries", 0),  # a retry is the caller's decision
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.max_receive_message_length", -1),  # etcd's own limits hold; the default of 4 MB is below them
-    ("grpc.max_send_message_length", -1),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Where etcd is and how to get in. Endpoints are host:port; certificates and key are PEM."""
-
-    endpoints: tuple[str, ...]
-    tls: bool = False
-    ca: bytes | None = None  # None with tls: the system's
-    cert: bytes | None = None
-    key: bytes | None = None
-    user: str = ""
-    password: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Method(Generic[Answer]):
-    path: str
-    answer: type[Answer]
-
-
-_RANGE = _Method("/etcdserverpb.KV/Range", pb.RangeResponse)
-_TXN = _Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
-_COMPACT = _Method("/etcdserverpb.KV/Compact", pb.CompactionResponse)
-_GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse)
-_REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse)
-_KEEP_ALIVE = _Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse)
-_WATCH = _Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
-_AUTHENTICATE = _Method("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse)
-_STATUS = _Method("/etcdserverpb.Maintenance/Status", pb.StatusResponse)
-
-
-class _Endpoint:
-    """One member: a channel of its own (one for all breaks the checking of host names), and the token it gave."""
-
-    def __init__(self, access: Access, target: str) -> None:
-        self.target = target
-        self.token = ""
-        self._access = access
-        self._authenticating = asyncio.Lock()
-        if access.tls:
-            credentials = grpc.ssl_channel_credentials(access.ca, access.key, access.cert)
-            self.channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
-        else:
-            self.channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-
-    async def unary(self, method: _Method[Answer], request: Any, timeout_s: float) -> Answer:
-        """Raises grpc.aio.AioRpcError."""
-        call = self.channel.unary_unary(method.path, _serialize, method.answer.FromString)  # type: ignore[attr-defined]
-        for again in (False, True):
-            metadata = await self.metadata()
-            try:
-                answer: Answer = await call(request, timeout=timeout_s, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                if again or not self.renounce(metadata, error.code(), error.details() or ""):
-                    raise
-            else:
-                return answer
-        raise AssertionError("unreachable")
-
-    def stream(self, method: _Method[Any], metadata: Any, timeout_s: float | None) -> Any:
-        stream = self.channel.stream_stream(method.path, _serialize, method.answer.FromString)
-        return stream(timeout=timeout_s, metadata=metadata)
-
-    async def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return what goes with every call: that a member without a leader must say so at once, and who calls."""
-        required = (("hasleader", "true"),)
-        if not self._access.user:
-            return required
-        async with self._authenticating:
-            if not self.token:
-                self.token = await self._authenticate()
-        return (*required, ("token", self.token)) if self.token else required
-
-    async def _authenticate(self) -> str:
-        request = pb.AuthenticateRequest(name=self._access.user, password=self._access.password)
-        call = self.channel.unary_unary(_AUTHENTICATE.path, _serialize, pb.AuthenticateResponse.FromString)
-        try:
-            answer: pb.AuthenticateResponse = await call(request, timeout=CALL_S)
-        except grpc.aio.AioRpcError as error:
-            if "authentication is not enabled" in (error.details() or ""):
-                return ""  # then nobody asks for a token either
-            raise
-        return answer.token
-
-    def renounce(self, metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode, details: str) -> bool:
-        """Forget the token if it is what a call failed for. Return whether to try again with a new one."""
-        if not self._access.user or not stale_token(code, details):
-            return False
-        if dict(metadata).get("token", "") == self.token:  # otherwise another call has renewed it already
-            self.token = ""
-        return True
+_RANGE = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
+_TXN = Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
+_COMPACT = Method("/etcdserverpb.KV/Compact", pb.CompactionResponse)
+_GRANT = Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse)
+_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse)
+_KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse)
+_WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
 
 
 class EtcdClient:
@@ -153,15 +51,18 @@ class EtcdClient:
 
     def __init__(self, access: Access) -> None:
         assert access.endpoints
-        self._endpoints = [_Endpoint(access, target) for target in access.endpoints]
+        secrets = access.secrets()
+        self._endpoints = [Endpoint(access, target, secrets) for target in access.endpoints]
         self._at = 0
+        self._closed = False
         self.health = Health(self._statuses)
 
     async def close(self) -> None:
-        """Close all connections. Watches end with EtcdUnknown."""
+        """Close all connections. Calls and watches that are under way, and later ones, end with EtcdClosed."""
+        self._closed = True
         await self.health.close()
         for endpoint in self._endpoints:
-            await endpoint.channel.close()
+            await endpoint.close()
 
     # ------------------------------------------------------------------------------------------------------ keys
 
@@ -201,8 +102,8 @@ class EtcdClient:
                 metadata = await endpoint.metadata()
                 call = endpoint.stream(_KEEP_ALIVE, metadata, timeout_s)
                 try:
-                    await _write(call, pb.LeaseKeepAliveRequest(id=lease))
-                    answer: pb.LeaseKeepAliveResponse = await _read(call)
+                    await write(call, pb.LeaseKeepAliveRequest(id=lease))
+                    answer: pb.LeaseKeepAliveResponse = await read(call)
                 except grpc.aio.AioRpcError as error:
                     if again or not endpoint.renounce(metadata, error.code(), error.details() or ""):
                         raise
@@ -219,13 +120,14 @@ class EtcdClient:
     async def watch(self, key: bytes, end: bytes = b"", *, after: int) -> AsyncGenerator[list[pb.Event], None]:
         """Yield what changes after revision `after`, in order, everything once, whatever breaks meanwhile.
 
-        Raises EtcdCompacted if what was missed is no longer kept, and EtcdRefused if the keys may not be read.
+        Raises EtcdCompacted if what was missed is no longer kept, EtcdRefused if the keys may not be read, and
+        EtcdClosed.
         """
         pauses = pauses_s()
         denied = False
         while True:
             endpoint = self._endpoints[self._at]
-            metadata: tuple[tuple[str, str], ...] = ()
+            metadata: Metadata = ()
             try:
                 metadata = await endpoint.metadata()
                 async with contextlib.aclosing(self._watch_once(endpoint, metadata, key, end, after + 1)) as responses:
@@ -237,7 +139,9 @@ class EtcdClient:
                             yield events
             except grpc.aio.AioRpcError as error:
                 endpoint.renounce(metadata, error.code(), error.details() or "")
-                self._failed(endpoint, _WATCH, error)
+                failure = self._failed(endpoint, _WATCH, error)
+                if isinstance(failure, EtcdClosed):
+                    raise failure from None
             except EtcdRefused as refusal:  # by etcd's own word on the stream, where an old token is not told apart
                 if denied or not endpoint.token:
                     raise self.health.failed(endpoint.target, _WATCH.path, refusal) from None
@@ -245,7 +149,7 @@ class EtcdClient:
             await asyncio.sleep(next(pauses))
 
     async def _watch_once(
-        self, endpoint: _Endpoint, metadata: Any, key: bytes, end: bytes, start: int
+        self, endpoint: Endpoint, metadata: Any, key: bytes, end: bytes, start: int
     ) -> AsyncGenerator[list[pb.Event], None]:
         """Yield the events of each response, none for its creation. Raises AioRpcError, EtcdCompacted, EtcdRefused."""
         call = endpoint.stream(_WATCH, metadata, None)
@@ -253,10 +157,10 @@ class EtcdClient:
         # Reading is not put under a timeout: that would end the stream. An unanswered creation is ended on purpose.
         unanswered = asyncio.get_running_loop().call_later(CALL_S, call.cancel)
         try:
-            await _write(call, pb.WatchRequest(create=request))
+            await write(call, pb.WatchRequest(create=request))
             events: list[pb.Event] = []
             while True:
-                response: pb.WatchResponse = await _read(call)
+                response: pb.WatchResponse = await read(call)
                 unanswered.cancel()
                 if response.compact_revision:
                     raise EtcdCompacted(response.compact_revision)
@@ -289,7 +193,7 @@ class EtcdClient:
 
     # -------------------------------------------------------------------------------------------------- one call
 
-    async def _call(self, method: _Method[Answer], request: Any, timeout_s: float = CALL_S) -> Answer:
+    async def _call(self, method: Method[Answer], request: Any, timeout_s: float = CALL_S) -> Answer:
         endpoint = self._endpoints[self._at]
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
@@ -302,27 +206,22 @@ class EtcdClient:
         self.health.worked(method.path, loop.time() - sent_at)
         return answer
 
-    def _failed(self, endpoint: _Endpoint, method: _Method[Any], error: grpc.aio.AioRpcError) -> EtcdError:
+    def _failed(self, endpoint: Endpoint, method: Method[Any], error: grpc.aio.AioRpcError) -> EtcdError:
         """Return what the failure means. If it may be the member's own, the next call goes to another one."""
+        if self._closed:
+            return EtcdClosed()
         failure = judge(error.code(), error.details() or "")
-        member = isinstance(failure, EtcdUnknown) or failure.trouble is Trouble.CHANGING_LEADER
+        member = isinstance(failure, EtcdUnknown) or failure.trouble in (Trouble.CHANGING_LEADER, Trouble.LEARNER)
+        if member:
+            endpoint.suspect()
         if member and self._endpoints[self._at] is endpoint:
             self._at = (self._at + 1) % len(self._endpoints)
         return self.health.failed(endpoint.target, method.path, failure)
 
-    async def _statuses(self) -> list[pb.StatusResponse | EtcdError]:
-        """Return what each member says of itself."""
-
-        async def ask(endpoint: _Endpoint) -> pb.StatusResponse | EtcdError:
-            # without credentials or a wish for a leader: a member that lacks one is to say so
-            call = endpoint.channel.unary_unary(_STATUS.path, _serialize, pb.StatusResponse.FromString)
-            try:
-                answer: pb.StatusResponse = await call(pb.StatusRequest(), timeout=STATUS_S)
-            except grpc.aio.AioRpcError as error:
-                return judge(error.code(), error.details() or "")
-            return answer
-
-        return list(await asyncio.gather(*(ask(endpoint) for endpoint in self._endpoints)))
+    async def _statuses(self) -> dict[str, pb.StatusResponse | EtcdError]:
+        """Return what each member says of itself, by endpoint."""
+        answers = await asyncio.gather(*(endpoint.status() for endpoint in self._endpoints))
+        return {endpoint.target: answer for endpoint, answer in zip(self._endpoints, answers, strict=True)}
 
 
 def pauses_s() -> Iterator[float]:
@@ -339,34 +238,3 @@ def prefix_end(prefix: bytes) -> bytes:
         if prefix[length - 1] < 0xFF:
             return prefix[: length - 1] + bytes([prefix[length - 1] + 1])
     return b"\0"
-
-
-def _serialize(message: Any) -> bytes:
-    serialized: bytes = message.SerializeToString()
-    return serialized
-
-
-async def _write(call: Any, message: Any) -> None:
-    """Raises AioRpcError, also where grpc.aio complains that the call has ended."""
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        raise _error(await call.code(), await call.details()) from None
-
-
-async def _read(call: Any) -> Any:
-    """Return the next message. Raises AioRpcError, also if the call was ended by its owner or in good order."""
-    try:
-        message = await call.read()
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "not answered") from None  # by our own timer
-    if message is grpc.aio.EOF:
-        raise _error(grpc.StatusCode.UNAVAILABLE, "the stream was ended")
-    return message
-
-
-def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)

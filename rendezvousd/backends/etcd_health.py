@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rendezvousd.backends.etcd_errors import EtcdError, Trouble
@@ -20,10 +20,18 @@ LEADERLESS_S = 5.0
 # A trouble not met again for so long is over: attempts are at most a deadline and a pause apart.
 FORGOTTEN_S = 10.0
 
-Statuses = Callable[[], Awaitable[list[pb.StatusResponse | EtcdError]]]
+Answers = Mapping[str, pb.StatusResponse | EtcdError]  # by endpoint
+Statuses = Callable[[], Awaitable[Answers]]
 
 # What only a look at all members tells apart: the caller sees that one of them did not answer.
-_UNCLEAR = (Trouble.UNREACHABLE, Trouble.SLOW, Trouble.CHANGING_LEADER, Trouble.NO_QUORUM, Trouble.BROKEN)
+_UNCLEAR = (
+    Trouble.UNREACHABLE,
+    Trouble.SLOW,
+    Trouble.CHANGING_LEADER,
+    Trouble.NO_QUORUM,
+    Trouble.LEARNER,
+    Trouble.BROKEN,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +124,19 @@ class Health:
         self._report = Report(trouble=trouble, text=text, path=path, since_at=since_at, met_at=now)
 
 
-def diagnose(answers: list[pb.StatusResponse | EtcdError], lasted_s: float) -> tuple[Trouble, str] | None:
+def diagnose(answers: Answers, lasted_s: float) -> tuple[Trouble, str] | None:
     """Return what the members' words on themselves mean, after a trouble of so many seconds; None: they are well."""
-    alive = [answer for answer in answers if isinstance(answer, pb.StatusResponse)]
-    silent = [answer for answer in answers if isinstance(answer, EtcdError)]
+    alive = [answer for answer in answers.values() if isinstance(answer, pb.StatusResponse)]
+    silent = {target: answer for target, answer in answers.items() if isinstance(answer, EtcdError)}
+    learners = [t for t, answer in answers.items() if isinstance(answer, pb.StatusResponse) and answer.is_learner]
     count = f"{len(alive)} of {len(answers)} endpoint{'s' if len(answers) > 1 else ''}"
     if not alive:
-        unreachable = all(answer.trouble is Trouble.UNREACHABLE for answer in silent)
+        unreachable = all(answer.trouble is Trouble.UNREACHABLE for answer in silent.values())
         trouble = Trouble.UNREACHABLE if unreachable else Trouble.SLOW
-        return trouble, f"{count} answer{'s' if len(answers) == 1 else ''}; {silent[0].text}"
+        return trouble, f"{count} answer{'s' if len(answers) == 1 else ''}; {_each(silent)}"
+    if len(learners) == len(alive):
+        others = f"; {_each(silent)}" if silent else ""
+        return Trouble.LEARNER, f"of the endpoints only {', '.join(learners)} answers, as a learner{others}"
     if any("space" in error.lower() for answer in alive for error in answer.errors):
         return Trouble.OUT_OF_SPACE, "it has raised its alarm NOSPACE"
     if not any(answer.leader for answer in alive):
@@ -135,12 +147,21 @@ def diagnose(answers: list[pb.StatusResponse | EtcdError], lasted_s: float) -> t
     return None
 
 
+def _each(silent: Mapping[str, EtcdError]) -> str:
+    """Return what the members' failures are, in words; members that fail alike are named together."""
+    by_text: dict[str, list[str]] = {}
+    for target, error in silent.items():
+        by_text.setdefault(error.text.replace(target, "it"), []).append(target)
+    return "; ".join(f"{', '.join(targets)}: {text}" for text, targets in by_text.items())
+
+
 def _past(trouble: Trouble) -> str:
     return {
         Trouble.UNREACHABLE: "could not be reached",
         Trouble.SLOW: "was too slow",
         Trouble.CHANGING_LEADER: "was changing its leader",
         Trouble.NO_QUORUM: "had no quorum",
+        Trouble.LEARNER: "was asked at a learner",
         Trouble.OUT_OF_SPACE: "was out of space",
         Trouble.PASSWORD: "refused the password",
         Trouble.DENIED: "denied permission",

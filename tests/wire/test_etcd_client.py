@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from rendezvousd.backends.etcd_client import Access, EtcdClient, prefix_end
-from rendezvousd.backends.etcd_errors import EtcdCompacted, EtcdError, EtcdRefused, EtcdUnknown, Trouble
+from rendezvousd.backends.etcd_errors import EtcdClosed, EtcdCompacted, EtcdError, EtcdRefused, EtcdUnknown, Trouble
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
-from tests.etcd import PATIENCE_S, Cable, Cluster, Member, binaries, connected, etcd, until
+from tests.etcd import Cable, Cluster, Member, binaries, connected, etcd, failing, put, trouble, until
 
 PROGRAMS = pytest.mark.parametrize("program", binaries() or [None], ids=str)
 PREFIX = b"/k/"
-
-
-def put(key: bytes, value: bytes = b"", *, over: int | None = None) -> pb.TxnRequest:
-    """A put; with `over`, only if the key was last changed at that revision."""
-    compare = []
-    if over is not None:
-        compare = [pb.Compare(target=pb.Compare.MOD, result=pb.Compare.EQUAL, key=key, mod_revision=over)]
-    return pb.TxnRequest(compare=compare, success=[pb.RequestOp(put=pb.PutRequest(key=key, value=value))])
 
 
 async def put_many(client: EtcdClient, count: int, start: int = 0) -> list[bytes]:
@@ -51,22 +42,6 @@ async def following(client: EtcdClient, after: int) -> AsyncIterator[list[bytes]
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-async def failing(client: EtcdClient, request: pb.TxnRequest) -> EtcdError:
-    with pytest.raises(EtcdError) as caught:
-        await client.txn(request)
-    return caught.value
-
-
-async def trouble(client: EtcdClient, wanted: Trouble, words: str = "") -> None:
-    """Call until the client says so, in these words among others."""
-    deadline = asyncio.get_running_loop().time() + PATIENCE_S
-    while client.health.trouble is not wanted or words not in client.health.describe():
-        assert asyncio.get_running_loop().time() < deadline, f"only: {client.health.describe()}"
-        with contextlib.suppress(EtcdError):
-            await client.txn(put(b"x"))
-        await asyncio.sleep(0.05)
 
 
 # ----------------------------------------------------------------------------------------------------- plain calls
@@ -162,6 +137,77 @@ def test_a_stopped_member_is_left_for_another_within_the_deadline(tmp_path: Path
             assert (await client.txn(put(b"b"))).succeeded
 
     with etcd(tmp_path, members=3) as cluster:
+        asyncio.run(story(cluster))
+
+
+def test_a_watch_on_a_stopped_member_goes_on_at_another_one(tmp_path: Path) -> None:
+    """Only a ping that is not answered tells: nothing else is sent on a watch."""
+
+    async def story(cluster: Cluster) -> None:
+        first = next(member for member in cluster.members if member is not cluster.leader())
+        others = tuple(member.endpoint for member in cluster.members if member is not first)
+        async with (
+            connected(Access(endpoints=(first.endpoint, *others))) as watcher,
+            connected(Access(endpoints=others)) as writer,
+            following(watcher, after=1) as seen,
+        ):
+            keys = await put_many(writer, 1)
+            await until(lambda: seen == keys)
+            first.freeze()
+            keys += await put_many(writer, 1, start=1)
+            async with asyncio.timeout(45):  # 13 s; gRPC's own limit is a minute
+                await until(lambda: seen == keys)
+
+    with etcd(tmp_path, members=3) as cluster:
+        asyncio.run(story(cluster))
+
+
+@PROGRAMS
+def test_a_learner_is_called_one_and_left_for_a_member_that_votes(tmp_path: Path, program: Path | None) -> None:
+    async def story(learner: Member, voter: Member) -> None:
+        async with connected(Access(endpoints=(learner.endpoint,))) as client:
+            await trouble(client, Trouble.LEARNER, f"only {learner.endpoint} answers")
+            voter.freeze()
+        async with connected(Access(endpoints=(learner.endpoint, voter.endpoint))) as client:
+            await trouble(client, Trouble.LEARNER, f"{voter.endpoint}: ")
+            voter.thaw()
+            await client.persist(lambda: client.txn(put(b"a")))
+            await until(lambda: client.health.describe() == "")
+
+    with etcd(tmp_path, program=program) as cluster:
+        (voter,) = cluster.members
+        learner = voter.another("learner")
+        try:
+            voter.ask("cluster/member/add", peerURLs=[f"http://127.0.0.1:{learner.peer_port}"], isLearner=True)
+            learner.start()
+            asyncio.run(story(learner, voter))
+        finally:
+            learner.end()
+
+
+def test_close_ends_what_is_under_way_and_what_comes_later(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        client = EtcdClient(cluster.access())
+        lease, _ = await client.grant(60)
+        changes = client.watch(PREFIX, prefix_end(PREFIX), after=1)
+        await put_many(client, 1)
+        assert await anext(changes)
+        cluster.members[0].freeze()
+        pending: list[asyncio.Future[object]] = [
+            asyncio.ensure_future(anext(changes)),
+            asyncio.ensure_future(client.txn(put(b"a"))),
+            asyncio.ensure_future(client.keep_alive(lease)),
+            asyncio.ensure_future(client.persist(lambda: client.txn(put(b"a")))),
+        ]
+        await trouble(client, Trouble.SLOW)  # by now all are under way, or about to try again
+        await client.close()
+        pending += [asyncio.ensure_future(client.range(b"a")), asyncio.ensure_future(client.keep_alive(lease))]
+        for outcome in await asyncio.gather(*pending, return_exceptions=True):
+            assert isinstance(outcome, EtcdError), outcome
+        assert isinstance(await failing(client, put(b"a")), EtcdClosed)
+        await client.close()
+
+    with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))
 
 
@@ -342,107 +388,6 @@ def test_a_large_response_comes_in_fragments_and_whole(tmp_path: Path) -> None:
 
     with etcd(tmp_path) as cluster:
         asyncio.run(story(cluster))
-
-
-# ------------------------------------------------------------------------------------------------ who may come in
-
-
-def lock_up(member: Member) -> None:
-    """Ask for passwords from now on: root may do everything, guest only read /open."""
-    for name in ("root", "guest"):
-        member.ask("auth/user/add", name=name, password=f"{name}'s")
-        member.ask("auth/role/add", name=name)
-        member.ask("auth/user/grant", user=name, role=name)
-    member.ask("auth/enable")
-
-
-@PROGRAMS
-def test_a_token_that_has_expired_is_renewed_for_calls_leases_and_watches(tmp_path: Path, program: Path | None) -> None:
-    async def story(cluster: Cluster) -> None:
-        (member,) = cluster.members
-        access = cluster.access(user="root", password="root's")
-        async with connected(access) as client:
-            await client.txn(put(b"a"))  # nobody asks yet
-            lock_up(member)
-            lease, _ = await client.grant(300)
-
-            def forget_tokens() -> None:
-                member.kill()  # it keeps them in its memory only
-                member.start()
-
-            forget_tokens()
-            keys = await put_many(client, 3)
-            forget_tokens()
-            assert await client.persist(lambda: client.keep_alive(lease)) > 0
-            await asyncio.gather(*(client.persist(lambda: client.range(b"a")) for _ in range(20)))
-            async with following(client, after=1) as seen:
-                await until(lambda: seen == keys)
-                forget_tokens()
-                keys += await put_many(client, 3, start=3)
-                await until(lambda: seen == keys)
-
-    with etcd(tmp_path, program=program) as cluster:
-        asyncio.run(story(cluster))
-
-
-@PROGRAMS
-def test_a_wrong_password_none_and_a_forbidden_key_are_told_apart(tmp_path: Path, program: Path | None) -> None:
-    async def story(cluster: Cluster) -> None:
-        lock_up(cluster.members[0])
-        for user, password, wanted in (
-            ("root", "wrong", Trouble.PASSWORD),
-            ("", "", Trouble.PASSWORD),
-            ("guest", "guest's", Trouble.DENIED),
-        ):
-            async with connected(cluster.access(user=user, password=password)) as client:
-                failure = await failing(client, put(b"a"))
-                assert isinstance(failure, EtcdRefused)
-                assert (failure.trouble, failure.passing) == (wanted, True)
-                assert wanted.value in client.health.describe()
-        async with connected(cluster.access(user="guest", password="guest's")) as client:
-            with pytest.raises(EtcdRefused) as caught:
-                await anext(client.watch(PREFIX, after=1))
-            assert caught.value.trouble is Trouble.DENIED
-
-    with etcd(tmp_path, program=program) as cluster:
-        asyncio.run(story(cluster))
-
-
-def test_tls_both_ways(tmp_path: Path) -> None:
-    async def story(endpoint: str) -> None:
-        pem = {name: (tmp_path / f"{name}.pem").read_bytes() for name in ("ca", "cert", "key")}
-        access = Access(endpoints=(endpoint,), tls=True, ca=pem["ca"], cert=pem["cert"], key=pem["key"])
-        async with connected(access) as client:
-            assert (await client.persist(lambda: client.txn(put(b"a")))).succeeded
-        async with connected(Access(endpoints=(endpoint,), tls=True, ca=pem["ca"])) as client:
-            assert isinstance(await failing(client, put(b"a")), EtcdUnknown)  # it wants a certificate of ours
-
-    certificates(tmp_path)
-    with etcd(tmp_path) as cluster:
-        (member,) = cluster.members
-        member.kill()
-        member.options += [
-            f"--cert-file={tmp_path / 'cert.pem'}",
-            f"--key-file={tmp_path / 'key.pem'}",
-            f"--trusted-ca-file={tmp_path / 'ca.pem'}",
-            "--client-cert-auth",
-            f"--listen-client-urls=https://{member.endpoint}",
-            f"--advertise-client-urls=https://{member.endpoint}",
-        ]
-        member.start()
-        asyncio.run(story(member.endpoint))
-
-
-def certificates(directory: Path) -> None:
-    """Make ca.pem, and cert.pem with key.pem for 127.0.0.1, good for both sides."""
-    (directory / "names").write_text("subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
-    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-    for command in (
-        f"req -x509 {new} -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
-        f"req {new} -keyout key.pem -out request -subj /CN=etcd",
-        "x509 -req -in request -CA ca.pem -CAkey ca.key -CAcreateserial -out cert.pem -days 2 -extfile names",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=directory, check=True, capture_output=True)
 
 
 # --------------------------------------------------------------------------------------------------------- neighbours

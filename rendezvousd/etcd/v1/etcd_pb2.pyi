@@ -718,12 +718,14 @@ class StatusResponse(google.protobuf.message.Message):
     RAFT_TERM_FIELD_NUMBER: builtins.int
     RAFT_APPLIED_INDEX_FIELD_NUMBER: builtins.int
     ERRORS_FIELD_NUMBER: builtins.int
+    IS_LEARNER_FIELD_NUMBER: builtins.int
     version: builtins.str
     db_size: builtins.int
     leader: builtins.int
     raft_index: builtins.int
     raft_term: builtins.int
     raft_applied_index: builtins.int
+    is_learner: builtins.bool
     @property
     def header(self) -> global___Header: ...
     @property
@@ -739,8 +741,9 @@ class StatusResponse(google.protobuf.message.Message):
         raft_term: builtins.int = ...,
         raft_applied_index: builtins.int = ...,
         errors: collections.abc.Iterable[builtins.str] | None = ...,
+        is_learner: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["db_size", b"db_size", "errors", b"errors", "header", b"header", "leader", b"leader", "raft_applied_index", b"raft_applied_index", "raft_index", b"raft_index", "raft_term", b"raft_term", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["db_size", b"db_size", "errors", b"errors", "header", b"header", "is_learner", b"is_learner", "leader", b"leader", "raft_applied_index", b"raft_applied_index", "raft_index", b"raft_index", "raft_term", b"raft_term", "version", b"version"]) -> None: ...
 
 global___StatusResponse = StatusResponse
