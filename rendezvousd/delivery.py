@@ -24,7 +24,7 @@ ANSWER_A_NODE_S = 0.0005
 ANSWER_HEARTBEATS, ANSWER_MAX_S = 0.5, 2.5
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Room:
     """One job as everybody may see it: durable."""
 

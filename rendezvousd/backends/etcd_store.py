@@ -14,12 +14,13 @@ from typing import Any
 
 from rendezvousd.backends.etcd import DEFAULT_PREFIX, OPERATIONS_MAX, Fence, deposed, leads, to_delete, to_put
 from rendezvousd.backends.etcd_client import EtcdClient, prefix_end
-from rendezvousd.backends.etcd_errors import EtcdCompacted
+from rendezvousd.backends.etcd_errors import EtcdClosed, EtcdCompacted, EtcdUnknown
 from rendezvousd.core.model import JobUid
 from rendezvousd.etcd.v1 import etcd_pb2 as pb
 
-# Keys read at a time: values are at most half a megabyte each, and an answer some megabytes.
-PAGE = 16
+# Keys read at a time: as many as PAGE_BYTES hold, if they are as large as the largest so far. Values have at most half
+# a megabyte, and large ones may come after small ones.
+PAGE_MIN, PAGE_MAX, PAGE_BYTES = 16, 1024, 4 << 20
 
 
 class EtcdStores:
@@ -73,18 +74,25 @@ class EtcdStores:
     async def _read(self, base: bytes) -> dict[str, bytes]:
         """Raises EtcdError."""
         found: dict[str, bytes] = {}
-        start, revision = base, 0
+        start, revision, limit, largest = base, 0, PAGE_MIN, 1
         while True:
             try:
-                page = await self._client.range(start, prefix_end(base), limit=PAGE, revision=revision)
+                page = await self._client.range(start, prefix_end(base), limit=limit, revision=revision)
             except EtcdCompacted:  # between two pages; so much was written meanwhile
                 found, start, revision = {}, base, 0
+                continue
+            except EtcdUnknown as error:
+                if limit == PAGE_MIN or isinstance(error, EtcdClosed):
+                    raise
+                limit = PAGE_MIN  # it may have been too much for one answer in time
                 continue
             revision = revision or page.header.revision
             found.update((kv.key.removeprefix(base).decode(), kv.value) for kv in page.kvs)
             if not page.more:
                 return found
             start = page.kvs[-1].key + b"\0"
+            largest = max(largest, *(kv.ByteSize() for kv in page.kvs))
+            limit = min(max(PAGE_BYTES // largest, PAGE_MIN), PAGE_MAX, 4 * limit)
 
     async def _carry_out(self, operations: list[Any]) -> None:
         request = pb.TxnRequest(compare=[leads(self._fence)], success=operations)

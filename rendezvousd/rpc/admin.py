@@ -13,12 +13,12 @@ from rendezvousd.core.events import CloseAsked, NodeRemoved, RestartAsked
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.desk import Desk
 from rendezvousd.rpc.status import refusals
-from rendezvousd.rpc.views import job_view
+from rendezvousd.rpc.views import Views
 from rendezvousd.v1 import rendezvous_pb2 as pb
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
-# Who is watching one job at a time; each costs a view of all its nodes for every change.
+# Who is watching one job at a time; each is sent a view of all its nodes for every change.
 WATCHERS_MAX = 64
 # Changes within this time are one view.
 WATCH_WINDOW_S = 0.1
@@ -29,6 +29,7 @@ class Admin:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._views: Views | None = None
 
     async def leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         async with refusals(context):
@@ -53,21 +54,22 @@ class Admin:
             await self._desk.engine.tell(request.run_id, event)
             return pb.CloseReply()
 
-    async def get_job(self, request: pb.GetJobRequest, context: Context) -> pb.JobView:
+    async def get_job(self, request: pb.GetJobRequest, context: Context) -> bytes:
+        """Return a JobView, serialised."""
         async with refusals(context):
-            engine = self._desk.engine
-            return job_view(engine, engine.room(request.run_id), nodes=True)
+            views = self._current_views()
+            return await views.job(views.engine.room(request.run_id))
 
-    async def list_jobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+    async def list_jobs(self, _request: pb.ListJobsRequest, context: Context) -> bytes:
+        """Return a ListJobsReply, serialised."""
         async with refusals(context):
-            engine = self._desk.engine
-            rooms = [engine.rooms[run_id] for run_id in sorted(engine.rooms)]
-            return pb.ListJobsReply(jobs=[job_view(engine, room, nodes=False) for room in rooms])
+            return await self._current_views().jobs()
 
-    async def watch_job(self, request: pb.GetJobRequest, context: Context) -> AsyncIterator[pb.JobView]:
+    async def watch_job(self, request: pb.GetJobRequest, context: Context) -> AsyncIterator[bytes]:
+        """Yield JobViews, serialised."""
         async with refusals(context):
-            engine = self._desk.engine
-            room = engine.room(request.run_id)
+            views = self._current_views()
+            room = views.engine.room(request.run_id)
             if len(room.watchers) >= WATCHERS_MAX:
                 raise LimitExceeded(f"job {request.run_id!r} has {WATCHERS_MAX} watchers, the most it may have")
             changed = asyncio.Event()
@@ -75,11 +77,18 @@ class Admin:
             try:
                 while self._desk.engine.rooms.get(request.run_id) is room:
                     changed.clear()
-                    yield job_view(engine, room, nodes=True)
+                    yield await views.job(room)
                     await changed.wait()
                     await asyncio.sleep(WATCH_WINDOW_S)
             finally:
                 room.watchers.discard(changed)
+
+    def _current_views(self) -> Views:
+        """Return the views of the engine that serves. Raises NotLeader."""
+        engine = self._desk.engine
+        if self._views is None or self._views.engine is not engine:
+            self._views = Views(engine)
+        return self._views
 
 
 def _chosen(job: Job, request: pb.LeaveRequest) -> list[NodeUid]:

@@ -47,10 +47,11 @@ def server_options(limits: Limits) -> list[tuple[str, int]]:
 
 
 def rendezvous_handler(streams: RendezvousStreams, admin: Admin, about: About) -> grpc.GenericRpcHandler:
-    """Return the Rendezvous service. Join moves raw bytes; the rest is rare and is parsed."""
+    """Return the Rendezvous service. Join moves raw bytes, and views are sent as bytes; the rest is rare."""
 
-    def unary(method: Callable[..., Awaitable[Any]], request: Any, reply: Any) -> grpc.RpcMethodHandler:
-        return grpc.unary_unary_rpc_method_handler(method, request.FromString, reply.SerializeToString)
+    def unary(method: Callable[..., Awaitable[Any]], request: Any, reply: Any = None) -> grpc.RpcMethodHandler:
+        serializer = None if reply is None else reply.SerializeToString
+        return grpc.unary_unary_rpc_method_handler(method, request.FromString, serializer)
 
     return grpc.method_handlers_generic_handler(
         RENDEZVOUS,
@@ -59,11 +60,9 @@ def rendezvous_handler(streams: RendezvousStreams, admin: Admin, about: About) -
             "Leave": unary(admin.leave, pb.LeaveRequest, pb.LeaveReply),
             "Restart": unary(admin.restart, pb.RestartRequest, pb.RestartReply),
             "Close": unary(admin.close, pb.CloseRequest, pb.CloseReply),
-            "GetJob": unary(admin.get_job, pb.GetJobRequest, pb.JobView),
-            "ListJobs": unary(admin.list_jobs, pb.ListJobsRequest, pb.ListJobsReply),
-            "WatchJob": grpc.unary_stream_rpc_method_handler(
-                admin.watch_job, pb.GetJobRequest.FromString, pb.JobView.SerializeToString
-            ),
+            "GetJob": unary(admin.get_job, pb.GetJobRequest),
+            "ListJobs": unary(admin.list_jobs, pb.ListJobsRequest),
+            "WatchJob": grpc.unary_stream_rpc_method_handler(admin.watch_job, pb.GetJobRequest.FromString),
             "GetDaemon": unary(about.get_daemon, pb.GetDaemonRequest, pb.DaemonView),
         },
     )

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -83,7 +84,8 @@ class StoreService:
         self._limits = limits
         self._spaces: dict[tuple[str, str], Space] = {}  # by job uid and round uid, empty for the job's own
         self._stores: Stores | None = None  # what outlives this daemon, while it leads
-        self._opening = asyncio.Lock()
+        # For each job whose namespace is being loaded. A lock is kept for as long as a call holds or awaits it.
+        self._opening: WeakValueDictionary[JobUid, asyncio.Lock] = WeakValueDictionary()
         self._dropping: set[asyncio.Task[None]] = set()
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -185,7 +187,7 @@ class StoreService:
     async def _open(self, scope: pb.Scope, stores: Stores) -> None:
         """Make a job's own namespace, of what is written down of it."""
         job_uid = JobUid(scope.job_uid)
-        async with self._opening:
+        async with self._opening.setdefault(job_uid, asyncio.Lock()):
             if (job_uid, "") in self._spaces:
                 return
             records = await stores.load(job_uid)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rendezvousd.backends.etcd_client import EtcdClient
+from rendezvousd.backends.etcd_errors import EtcdUnknown, Trouble
 from rendezvousd.backends.etcd_store import EtcdStores
 from rendezvousd.core.errors import NotLeader
 from rendezvousd.core.kv import Namespace
@@ -132,5 +134,35 @@ def test_stores_of_jobs_that_are_gone_are_removed(tmp_path: Path) -> None:
                 await next_leader(client)
                 with pytest.raises(NotLeader):
                     await stores.drop(JobUid("ba"))
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["in-time", "large-pages-take-too-long"])
+def test_a_store_of_many_keys_is_read_in_few_pages_and_in_small_ones_if_it_must_be(tmp_path: Path, slow: bool) -> None:
+    async def story() -> None:
+        with etcd(tmp_path) as cluster:
+            async with connected(cluster.access()) as client:
+                stores = await next_leader(client)
+                small = {f"k/{number:05}": b"v" * 50 for number in range(3000)}
+                large = {f"k/{number:05}": bytes(1 << 19) for number in range(3000, 3020)}
+                for start in range(0, 3000, 100):
+                    await stores.write(JOB, dict(list(small.items())[start : start + 100]))
+                for name, data in large.items():
+                    await stores.write(JOB, {name: data})
+                pages = 0
+                ask = client.range
+
+                async def counted(start: bytes, end: bytes, *, limit: int, revision: int) -> Any:
+                    nonlocal pages
+                    pages += 1
+                    page = await ask(start, end, limit=limit, revision=revision)
+                    if slow and page.ByteSize() > 1 << 23:
+                        raise EtcdUnknown(Trouble.SLOW, "not answered in time")
+                    return page
+
+                client.range = counted  # type: ignore[method-assign,assignment]
+                assert await stores.load(JOB) == small | large
+                assert pages < 30
 
     asyncio.run(story())
