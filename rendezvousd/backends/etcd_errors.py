@@ -74,6 +74,9 @@ _BY_TEXT: tuple[tuple[str, type[EtcdError], Trouble], ...] = (
     ("message larger than max", EtcdRefused, Trouble.MISUSED),
     ("too many requests", EtcdRefused, Trouble.SLOW),
     ("request timed out", EtcdUnknown, Trouble.SLOW),
+    # a member that hangs: its host still accepts connections
+    ("before receiving SETTINGS", EtcdUnknown, Trouble.SLOW),
+    ("ping timeout", EtcdUnknown, Trouble.SLOW),
     ("invalid user ID or password", EtcdRefused, Trouble.PASSWORD),
     ("user name is empty", EtcdRefused, Trouble.PASSWORD),
     ("invalid auth token", EtcdRefused, Trouble.PASSWORD),
@@ -115,7 +118,7 @@ _CONNECTING: tuple[tuple[str, str], ...] = (
     ("TSI_", "the TLS handshake failed"),
     ("Socket closed", "etcd closed the connection at once: if it speaks TLS there, give --etcd-ca"),
 )
-_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: (\w+: )?")
+_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: (\w+: )?(ipv[46]:\S+: )?")
 # Longer texts of gRPC are stacks of its inner errors.
 _TEXT_MAX = 200
 
