@@ -67,8 +67,8 @@ class Stream(Protocol):
     def refuse(self, text: str) -> None:
         """Tell the node that it has no place here, and why."""
 
-    def fail(self, text: str) -> None:
-        """End, telling the node why it is not served."""
+    def fail(self, text: str, *, passing: bool = False) -> None:
+        """End, telling the node why it is not served. `passing`: every node is to try again, a new one too."""
 
 
 class Attendance:

@@ -70,7 +70,7 @@ class _Absent:
     def refuse(self, text: str) -> None:
         pass
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, *, passing: bool = False) -> None:
         pass
 
 
@@ -92,7 +92,7 @@ class Delivery:
         self._table = table
         self._timing = timing
         self._limits = limits
-        self.revision = 0  # the newest of this term: nothing that was told before is newer
+        self.revision = 1  # the newest of this term: nothing that was told before is newer; 0 is that of no place
 
     def pace(self, room: Room | None) -> Pace:
         """Return how often nodes of this job speak, as it stands. None: of one that is not there yet.

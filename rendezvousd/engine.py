@@ -20,19 +20,19 @@ from msgspec.structs import replace
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
-from rendezvousd.core.errors import LimitExceeded, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
+from rendezvousd.core.errors import NoRoom, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.kv import shown
 from rendezvousd.core.liveness import Pace
-from rendezvousd.core.machine import step, wakes_at
+from rendezvousd.core.machine import step
 from rendezvousd.core.model import NO_ROUND, Job, JobUid, NodeUid
 from rendezvousd.core.place import urgent, valid_round_uid
 from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import Instance, found, instance, superseding, why_it_waits
-from rendezvousd.core.rules.ending import forgettable_at
 from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.delivery import ABSENT, Delivery, Letter, Room
 from rendezvousd.faults import Faults
+from rendezvousd.job_limit import JobLimit, next_look_at
 from rendezvousd.waiting import WaitingNodes, gave_up
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Engine:
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
         self.waiting = WaitingNodes()
         self._faults = Faults(self.rooms, self.table, self.waiting)
+        self._job_limit = JobLimit(limits.jobs, self.rooms, self._faults.unserved)
         self._waiting_at = 0.0  # when they are looked at next
 
     def check_lead(self) -> None:
@@ -320,6 +321,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 -- it is logged there
             self.fail(run_id, "was changed or written", error)
             self._faults.send_back(run_id, letters)
+        self._job_limit.founded(run_id)
         self._serving.discard(run_id)
         if run_id in self._inbox:
             self._letters.set()
@@ -342,9 +344,9 @@ class Engine:
                     self.waiting.discard(run_id, event.uid)
                 if job is not None:
                     job = step(job, event, now, self.limits)
-            except (LimitExceeded, NoSuchJob) as refusal:
+            except (NoRoom, NoSuchJob) as refusal:
                 assert isinstance(event, NodeHeard)
-                self._refuse(run_id, event, letter.stream, str(refusal))
+                self._refuse(run_id, event, letter.stream, str(refusal), passing=isinstance(refusal, NoRoom))
                 if job is not None:  # a refused node is none of the job
                     job = step(job, NodeLost(uid=event.uid, silent_s=0.0, why=str(refusal)), now, self.limits)
             except Exception as error:  # noqa: BLE001 -- a bug met by one job ends none
@@ -373,7 +375,7 @@ class Engine:
 
     def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job | None:
         """Return the job the speaker belongs to, which may be a new one. None: it is too early for a new one.
-        Raises LimitExceeded, NoSuchJob."""
+        Raises NoRoom, NoSuchJob."""
         if (why := self._finished.get(event.known.job_uid)) is not None:
             raise NoSuchJob(why)
         match instance(job, event, now):
@@ -390,8 +392,9 @@ class Engine:
                     follower = superseding(job, event, uid=uid, seed=seed, now=now)
                     self._superseded.setdefault(run_id, set()).update(job.nodes)
                     return follower
-                if len(self.rooms) >= self.limits.jobs:
-                    raise LimitExceeded(f"this daemon knows {len(self.rooms)} jobs, the most it attends")
+                if dispensable := self._job_limit.claim(run_id, now):
+                    self._post(dispensable, Letter(TimePassed()))
+                    raise NoRoom(f"job {dispensable!r}, which is over, makes room for job {run_id!r}")
                 return found(run_id, event, uid=uid, seed=seed, now=now, remembers=self.shared is not None)
 
     def _let_wait(self, run_id: str, job: Job | None, letter: Letter, now: float) -> None:
@@ -402,10 +405,14 @@ class Engine:
         if self.waiting.put(run_id, event, letter.stream, now):
             log.info("node %s waits: %s", event.name, why_it_waits(job, event, now), extra={"run_id": run_id})
 
-    def _refuse(self, run_id: str, event: NodeHeard, stream: Stream | None, text: str) -> None:
+    def _refuse(
+        self, run_id: str, event: NodeHeard, stream: Stream | None, text: str, *, passing: bool = False
+    ) -> None:
         self.waiting.discard(run_id, event.uid)
         self.table.drop(run_id, event.uid)
-        if stream is not None:
+        if stream is not None and passing:
+            stream.fail(text, passing=True)
+        elif stream is not None:
             stream.refuse(text)
 
     async def _commit(self, job: Job, letters: list[Letter]) -> None:
@@ -413,11 +420,11 @@ class Engine:
         now = self.clock.now()
         if room is not None and job is room.job:
             # a job that changes is told first; so its nodes know all of it when it is dropped
-            if (due_at := forgettable_at(job)) is not None and now >= due_at:
+            if self._job_limit.drops(room, now):
                 await self._drop(room)
                 return
             self._delivery.answer(room, letters)
-            room.wakes_at = wakes_at(job)
+            room.wakes_at = next_look_at(job)
             return
         let_go = self._superseded.pop(job.run_id, None)
         if let_go is not None and room is not None:
@@ -428,7 +435,7 @@ class Engine:
         stored = await self._backend.write(job, expected=0 if room is None else room.stored)
         if room is None:
             room = self.rooms[job.run_id] = Room(job=job, stored=stored, revision=self.revision)
-        room.job, room.stored, room.wakes_at, room.withheld = job, stored, wakes_at(job), False
+        room.job, room.stored, room.wakes_at, room.withheld = job, stored, next_look_at(job), False
         if let_go is not None:
             self._let_go(before, job, let_go)
         self._end_namespaces(before, job)
@@ -466,7 +473,9 @@ class Engine:
         del self.rooms[job.run_id]
         await self._backend.delete(job.run_id, expected=room.stored)
         self._forget_nodes(job.run_id, job.nodes)
-        self._forget(job, f"job {job.run_id!r} has ended, some time ago")
+        if job.ending is None:
+            log.info("dropped: it never had a round, and no node is left", extra={"run_id": job.run_id})
+        self._forget(job, "" if job.ending is None else f"job {job.run_id!r} has ended, some time ago")
         for watcher in room.watchers:
             watcher.set()
 
@@ -476,7 +485,9 @@ class Engine:
             row.stream.forget()
 
     def _forget(self, job: Job, why: str) -> None:
-        self._finished[job.uid] = why
+        """Let what belongs to this job go. `why` is for nodes that come back later; empty: they may found it again."""
+        if why:
+            self._finished[job.uid] = why
         while len(self._finished) > FINISHED_MAX:
             self._finished.popitem(last=False)
         for namespaces in self._namespaces:

@@ -53,7 +53,7 @@ def left(asked: LeaveAsked) -> str:
 
 
 def no_daemon(error: str, left_s: float) -> str:
-    return f"waiting: no daemon at {error}; {max(0.0, left_s):.0f} s left"
+    return f"waiting for a daemon: {error}; {max(0.0, left_s):.0f} s left"
 
 
 def away_while_training(error: str, timeout_s: float | None) -> str:

@@ -24,6 +24,10 @@ class NotServed(Refusal):
     workers in it tries again, as another daemon or a mended one may serve it."""
 
 
+class NoRoom(Refusal):
+    """This daemon attends as many jobs as it may. Retry: one may have ended."""
+
+
 class NoSuchNode(Refusal):
     """The job has no such node."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -12,6 +13,8 @@ from rendezvousd.core.errors import BadRequest, LimitExceeded, NoSuchNode, NotRu
 from rendezvousd.core.events import CloseAsked, NodeRemoved, RestartAsked
 from rendezvousd.core.model import Job, NodeUid
 from rendezvousd.desk import Desk
+from rendezvousd.engine import Engine
+from rendezvousd.rpc.convert import cut
 from rendezvousd.rpc.status import refusals
 from rendezvousd.rpc.views import Views
 from rendezvousd.v1 import rendezvous_pb2 as pb
@@ -22,6 +25,8 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 WATCHERS_MAX = 64
 # Changes within this time are one view.
 WATCH_WINDOW_S = 0.1
+# Names in a refusal, and bytes of each.
+NAMES_SHOWN_MAX, NAME_SHOWN_MAX = 5, 80
 
 
 class Admin:
@@ -37,7 +42,8 @@ class Admin:
             job = engine.room(request.run_id).job
             uids = _chosen(job, request)
             for uid in uids:
-                await engine.tell(request.run_id, NodeRemoved(uid=uid, by=context.peer(), reason=request.reason))
+                removed = NodeRemoved(uid=uid, by=context.peer(), reason=_reason(engine, request.reason))
+                await engine.tell(request.run_id, removed)
             return pb.LeaveReply(removed=len(uids))
 
     async def restart(self, request: pb.RestartRequest, context: Context) -> pb.RestartReply:
@@ -45,13 +51,16 @@ class Admin:
             engine = self._desk.engine
             if engine.room(request.run_id).job.running is None:
                 raise NotRunning(f"job {request.run_id!r} has no running round to restart")
-            await engine.tell(request.run_id, RestartAsked(by=context.peer(), reason=request.reason))
+            asked = RestartAsked(by=context.peer(), reason=_reason(engine, request.reason))
+            await engine.tell(request.run_id, asked)
             return pb.RestartReply()
 
     async def close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
         async with refusals(context):
-            event = CloseAsked(by=context.peer(), reason=request.reason, success=request.success)
-            await self._desk.engine.tell(request.run_id, event)
+            engine = self._desk.engine
+            reason = _reason(engine, request.reason)
+            asked = CloseAsked(by=context.peer(), reason=reason, success=request.success)
+            await engine.tell(request.run_id, asked)
             return pb.CloseReply()
 
     async def get_job(self, request: pb.GetJobRequest, context: Context) -> bytes:
@@ -91,6 +100,11 @@ class Admin:
         return self._views
 
 
+def _reason(engine: Engine, text: str) -> str:
+    """Return an operator's reason as it is kept: it is in every answer to every node while the round gathers."""
+    return cut(text, engine.limits.name_bytes, one_line=True)
+
+
 def _chosen(job: Job, request: pb.LeaveRequest) -> list[NodeUid]:
     if not request.node_uid and not request.node_name:
         raise BadRequest("say which node: node_uid or node_name")
@@ -99,8 +113,14 @@ def _chosen(job: Job, request: pb.LeaveRequest) -> list[NodeUid]:
     else:
         uids = [node.uid for node in job.nodes.values() if node.name == request.node_name]
     if not uids:
-        names = ", ".join(sorted(node.name for node in job.nodes.values())) or "none"
-        raise NoSuchNode(
-            f"job {job.run_id!r} has no node {request.node_uid or request.node_name!r}; its nodes: {names}"
-        )
+        wanted = cut(request.node_uid or request.node_name, NAME_SHOWN_MAX, one_line=True)
+        raise NoSuchNode(f"job {job.run_id!r} has no node {wanted!r}; its nodes: {_names(job)}")
     return uids
+
+
+def _names(job: Job) -> str:
+    """Return the names of a few nodes, and how many more there are."""
+    shown = heapq.nsmallest(NAMES_SHOWN_MAX, (node.name for node in job.nodes.values()))
+    more = len(job.nodes) - len(shown)
+    names = ", ".join(cut(name, NAME_SHOWN_MAX, one_line=True) for name in shown)
+    return f"{names} and {more} more (GetJob names all)" if more else names or "none"

@@ -121,7 +121,7 @@ def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
         known=_known(state.known, specs.job.max_nodes, limits),
         held=_held(state.held, limits) if state.HasField("held") else None,
         offer=_offer(state.offer) if state.HasField("offer") else None,
-        leaving=_cut(state.leaving.reason, limits.name_bytes) if state.HasField("leaving") else None,
+        leaving=cut(state.leaving.reason, limits.name_bytes, one_line=True) if state.HasField("leaving") else None,
         outcome_seen=state.outcome_seen,
     )
 
@@ -283,10 +283,10 @@ def _failure(failure: pb.Failure, limits: Limits) -> Failure:
         local_rank=failure.local_rank,
         exit_code=failure.exit_code,
         signal=failure.signal,
-        text=_cut(failure.text, limits.error_text_bytes),
+        text=cut(failure.text, limits.error_text_bytes),
         age_s=failure.age_ms / 1000,
         victim_hint=failure.victim_hint,
-        kind=_cut(failure.kind, limits.name_bytes),
+        kind=cut(failure.kind, limits.name_bytes),
     )
 
 
@@ -352,12 +352,15 @@ def _check_size(name: str, nodes: int, limits: Limits) -> None:
         )
 
 
-def _cut(text: str, limit: int) -> str:
-    """Return the text, cut in its middle to at most `limit` bytes; what was cut is said."""
-    raw = text.encode()
+def cut(text: str, limit: int, *, one_line: bool = False) -> str:
+    """Return the text, cut in its middle to at most `limit` bytes; a note says how much was cut."""
+    if one_line:
+        text = " ".join(text.splitlines())
+    raw = text.encode(errors="replace")
     if len(raw) <= limit:
         return text
-    note = f"\n... {len(raw) - limit} bytes cut ...\n"
+    note = f"... {len(raw) - limit} bytes cut ..."
+    note = f" {note} " if one_line else f"\n{note}\n"
     keep = max(0, limit - len(note)) // 2
     head, tail = raw[:keep].decode(errors="ignore"), raw[len(raw) - keep :].decode(errors="ignore")
     return head + note + tail

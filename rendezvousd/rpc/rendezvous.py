@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -21,7 +23,7 @@ from rendezvousd.delivery import Room
 from rendezvousd.desk import Desk
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.convert import Specs, cause_pb, known_pb, node_heard, read_spec, status_pb
-from rendezvousd.rpc.status import refusals
+from rendezvousd.rpc.status import refusals, status_text
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from rendezvousd.waiting import Waiter
 
@@ -36,6 +38,27 @@ SEQ_TAG = bytes([31 << 3 & 0x7F | 0x80 | 1, 31 >> 4])
 COMMON_FRESH_S = 0.5
 # How long a closing daemon waits for each node to take its last word. All wait at the same time.
 CLOSE_S = 1.0
+# A stream on which nothing is sent for so long is ended, unless it speaks for an attended node. A launcher speaks as
+# soon as the stream is open, but a daemon that thousands reach at once is late to read.
+IDLE_S = 30.0
+SWEEP_S = 5.0  # how often such streams are looked for
+
+
+@dataclass(slots=True)
+class _Common:
+    """What is the same in the answers to all nodes of a job.
+
+    The text of the failure that broke the last round, a traceback mostly, is in `whole` only. A node that has obeyed
+    revision `text_since` or a later one has been sent it.
+    """
+
+    job: Job
+    revision: int
+    stale_at: float
+    whole: bytes
+    brief: bytes
+    text: str
+    text_since: int
 
 
 class Renderer:
@@ -43,7 +66,7 @@ class Renderer:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._common: dict[str, tuple[Job, int, float, bytes]] = {}
+        self._common: WeakKeyDictionary[Room, _Common] = WeakKeyDictionary()  # gone with the job
         self._own: dict[tuple[str, NodeUid], tuple[object, bytes]] = {}
 
     def place(self, run_id: str, uid: NodeUid, seq: bytes) -> bytes:
@@ -59,7 +82,7 @@ class Renderer:
         waiter = self.engine.waiting.get(run_id, uid)
         if waiter is not None:
             return self._outside(room, waiter) + SEQ_TAG + seq
-        return b"".join((self._common_bytes(room), self._own_bytes(room, uid), SEQ_TAG, seq))
+        return b"".join((self._common_bytes(room, uid), self._own_bytes(room, uid), SEQ_TAG, seq))
 
     def _outside(self, room: Room, waiter: Waiter) -> bytes:
         """Return what a node is sent that has no part in the job of its run id: only why it waits."""
@@ -94,16 +117,20 @@ class Renderer:
     def forget(self, run_id: str, uid: NodeUid) -> None:
         """Drop what was kept for a node whose stream is gone."""
         self._own.pop((run_id, uid), None)
-        if run_id not in self.engine.rooms:
-            self._common.pop(run_id, None)
 
-    def _common_bytes(self, room: Room) -> bytes:
+    def _common_bytes(self, room: Room, uid: NodeUid) -> bytes:
         now = self.engine.clock.now()
-        job = room.job
-        kept = self._common.get(job.run_id)
-        if kept is not None and kept[0] is job and kept[1] == room.revision and now < kept[2]:
-            return kept[3]
-        pace = self.engine.pace(job.run_id)
+        kept = self._common.get(room)
+        if kept is None or kept.job is not room.job or kept.revision != room.revision or now >= kept.stale_at:
+            kept = self._common[room] = self._make_common(room, kept, now)
+        if kept.text:
+            row = self.engine.table.get(room.job.run_id, uid)
+            if row is not None and row.seen >= kept.text_since:
+                return kept.brief
+        return kept.whole
+
+    def _make_common(self, room: Room, last: _Common | None, now: float) -> _Common:
+        job, pace = room.job, self.engine.pace(room.job.run_id)
         round_ = job.round
         message = pb.Place(
             term=self.engine.term,
@@ -122,9 +149,17 @@ class Renderer:
             message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))
         elif job.last_cause is not None:
             message.break_cause.CopyFrom(cause_pb(job.last_cause, final=True))
-        data = message.SerializeToString()
-        self._common[job.run_id] = (job, room.revision, now + COMMON_FRESH_S, data)
-        return data
+        whole, text = message.SerializeToString(), message.break_cause.failure.text
+        since = room.revision
+        if last is not None and last.text == text:
+            since = last.text_since
+        elif last is not None and last.revision == room.revision:
+            since += 1  # some may have obeyed this revision without having been sent the text
+        brief = whole
+        if text:
+            message.break_cause.failure.text = ""
+            brief = message.SerializeToString()
+        return _Common(job, room.revision, now + COMMON_FRESH_S, whole, brief, text, since)
 
     def _own_bytes(self, room: Room, uid: NodeUid) -> bytes:
         job, engine = room.job, self.engine
@@ -158,12 +193,16 @@ class JoinStream:
         self.stream_no = 0
         self.attended = False  # the node says that a daemon has attended it before
         self.failed = ""  # why it is ended from this side
+        self._passing = False  # and a new node is to try again as well
+        self._spoke_at = asyncio.get_running_loop().time()
         self._reader: asyncio.Task[Any] | None = None
 
     async def serve(self) -> None:
         """Read until the stream ends. Raises BadRequest, NotServed."""
         self._reader = asyncio.current_task()
+        time = asyncio.get_running_loop().time
         while (data := await self._context.read()) is not grpc.aio.EOF:
+            self._spoke_at = time()
             if self._row is not None and data[:-SEQ_BYTES] == self._last:
                 self._seq = data[-SEQ_BYTES:]
                 if self._engine.heartbeat(self._row, self):
@@ -175,7 +214,15 @@ class JoinStream:
     def unserved_code(self) -> grpc.StatusCode:
         """With what a stream ends whose job is not served: a node that may have workers goes on asking, and a new one
         need not begin."""
-        return grpc.StatusCode.UNAVAILABLE if self.attended else grpc.StatusCode.FAILED_PRECONDITION
+        retry = self.attended or self._passing
+        return grpc.StatusCode.UNAVAILABLE if retry else grpc.StatusCode.FAILED_PRECONDITION
+
+    def end_if_idle(self, now: float) -> None:
+        """End the stream if it is silent and speaks for no node that is attended, whose lease would run out."""
+        silent_s = now - self._spoke_at
+        attended = self._row is not None and self._row.attached and self._row.stream is self
+        if silent_s >= IDLE_S and not attended:
+            self.fail(f"nothing was sent on this stream for {silent_s:.0f} s", passing=True)
 
     def end(self) -> None:
         """Let go of everything; the stream is over."""
@@ -192,7 +239,7 @@ class JoinStream:
         if self._writer is not None and not self._writer.done():
             # a status while a message is under way is one operation too many for the C core
             await asyncio.wait((self._writer,), timeout=CLOSE_S / 2)
-        await self._context.abort(code, text)
+        await self._context.abort(code, status_text(text))
 
     def _news(self, data: bytes) -> None:
         try:
@@ -237,11 +284,11 @@ class JoinStream:
         self._refused = text
         self.notify()
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, *, passing: bool = False) -> None:
         """End the stream with this reason; `join` says it."""
         self.forget()
         if not self.failed and not self._over:
-            self.failed = text
+            self.failed, self._passing = text, passing
             if self._reader is not None:
                 self._reader.cancel()
 
@@ -271,7 +318,8 @@ class RendezvousStreams:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._renderer: Renderer | None = None
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: dict[asyncio.Task[Any], JoinStream] = {}
+        self._sweeping: asyncio.Task[None] | None = None  # while there are any
         self._ending = ""  # why streams are being ended from this side
 
     def __len__(self) -> int:
@@ -285,8 +333,9 @@ class RendezvousStreams:
             self._renderer = Renderer(engine)
         task = asyncio.current_task()
         assert task is not None
-        self._open.add(task)
-        stream = JoinStream(engine, self._renderer, context)
+        stream = self._open[task] = JoinStream(engine, self._renderer, context)
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep_for_ever())
         try:
             await stream.serve()
         except BadRequest as refusal:
@@ -301,7 +350,10 @@ class RendezvousStreams:
             raise
         finally:
             stream.end()
-            self._open.discard(task)
+            del self._open[task]
+            if not self._open and self._sweeping is not None:
+                self._sweeping.cancel()
+                self._sweeping = None
 
     async def end_all(self, why: str) -> None:
         """End all streams, telling each node why. Judges nobody."""
@@ -312,3 +364,12 @@ class RendezvousStreams:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
         self._ending = ""
+        self._renderer = None  # it keeps the engine and all of its jobs
+
+    async def _sweep_for_ever(self) -> None:
+        """End streams that nobody uses: one that never speaks is no node, and would stay for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for stream in list(self._open.values()):
+                stream.end_if_idle(loop.time())

@@ -9,12 +9,14 @@ from typing import Any
 import grpc
 
 from rendezvousd.core import errors
+from rendezvousd.rpc.convert import cut
 
 CODES: dict[type[errors.Refusal], grpc.StatusCode] = {
     errors.NotLeader: grpc.StatusCode.UNAVAILABLE,
     errors.StillLearning: grpc.StatusCode.UNAVAILABLE,
     errors.NotServed: grpc.StatusCode.UNAVAILABLE,
     errors.NoSuchJob: grpc.StatusCode.NOT_FOUND,
+    errors.NoRoom: grpc.StatusCode.UNAVAILABLE,
     errors.NoSuchNode: grpc.StatusCode.NOT_FOUND,
     errors.NotRunning: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -29,6 +31,14 @@ CODES: dict[type[errors.Refusal], grpc.StatusCode] = {
 # Trailing metadata with the refusal's name: several share a code (a store that was lost, a value that is no number),
 # and a program should not have to read the text.
 REFUSAL_KEY = "refusal"
+# A text may quote what was asked for. It travels in a header, which clients refuse beyond 8 KB, and there a character
+# outside ASCII takes up to nine bytes.
+TEXT_MAX = 768
+
+
+def status_text(text: str) -> str:
+    """Return a text that fits into a status."""
+    return cut(text, TEXT_MAX, one_line=True)
 
 
 @contextlib.asynccontextmanager
@@ -38,4 +48,4 @@ async def refusals(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
         yield
     except errors.Refusal as refusal:
         name = type(refusal).__name__
-        await context.abort(CODES[type(refusal)], str(refusal), ((REFUSAL_KEY, name),))
+        await context.abort(CODES[type(refusal)], status_text(str(refusal)), ((REFUSAL_KEY, name),))

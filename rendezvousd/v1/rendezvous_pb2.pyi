@@ -715,6 +715,7 @@ class Place(google.protobuf.message.Message):
     def break_cause(self) -> global___BreakCause:
         """Why the latest round that broke did so, as far as is known (see `final`). While a round runs this is about the one
         before it; absent if none ever broke.
+        The text of its failure, a traceback mostly, is left out once `seen` says that the node has obeyed a place with it.
         """
 
     @property

@@ -136,6 +136,21 @@ def test_the_summary_has_the_traceback_that_the_worker_recorded(stage: Stage) ->
     assert "ArithmeticError: the loss is not a number" in rest[-1]
 
 
+def test_a_traceback_is_shown_once_though_rounds_before_had_one_too(stage: Stage) -> None:
+    stage.daemon()
+    nodes = {name: stage.launch(name, "2", restarts=1, worker=[*STAND_IN, "--record"]) for name in ("a", "b")}
+    first = stage.world(2)
+    stage.order("rank-1", "raise 1")
+    stage.world(2, after=first)
+    stage.order("rank-1", "raise 2")
+    assert [node.ends() for node in nodes.values()] == [1, 1]
+    for node in nodes.values():
+        own = [line for line in node.text().splitlines() if line.startswith(f"[{node.name}] ")]
+        told = [line for line in own if "ArithmeticError: the loss is not a number" in line]
+        assert [line.rpartition("number")[2] for line in told] == ["!!"]
+        assert sum("Traceback (most recent call last)" in line for line in own) == 1
+
+
 def test_a_traceback_of_any_size_becomes_a_few_lines_that_say_so(stage: Stage) -> None:
     stage.daemon()
     nodes = [stage.launch(name, "2", worker=[*STAND_IN, "--record"]) for name in ("a", "b")]
@@ -192,7 +207,7 @@ def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(option: str, 
 def test_a_daemon_that_is_not_there_yet_is_waited_for(stage: Stage) -> None:
     port = free_port()
     node = stage.launch("a", endpoint=f"127.0.0.1:{port}")
-    left = node.says(rf"waiting: no daemon at 127\.0\.0\.1:{port}\b.* refused.*; (\d+) s left")
+    left = node.says(rf"waiting for a daemon: 127\.0\.0\.1:{port}\b.* refused.*; (\d+) s left")
     assert 500 < int(left[1]) <= 600
     stage.daemon(listen=f"127.0.0.1:{port}")
     stage.world(1)

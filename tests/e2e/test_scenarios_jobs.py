@@ -114,7 +114,7 @@ def test_a_launcher_older_than_the_end_of_its_job_exits_with_the_outcome(stage: 
     served = stage.daemon()
     port = free_port()
     late = stage.launch("late", "1:2", endpoint=f"127.0.0.1:{port}")
-    late.says("waiting: no daemon")
+    late.says("waiting for a daemon")
     node = stage.launch("a", "1:2", endpoint=served.endpoint)
     stage.world(1)
     stage.order("rank-0", "exit 5")
@@ -238,3 +238,17 @@ def test_two_daemons_that_share_nothing_are_refused_behind_one_endpoint_list(sta
     assert node.ends() == 1
     assert f"the daemon at {second.endpoint} knows nothing of the one that attends this node" in node.text()
     assert "--backend etcd" in node.text()
+
+
+def test_a_job_beyond_the_daemons_limit_waits_and_says_why_until_another_one_has_ended(stage: Stage) -> None:
+    stage.daemon("--max-jobs=1")
+    first = stage.launch("a", run_id="first")
+    stage.world(1, run="first")
+    second = stage.launch("b", run_id="second")
+    stage.until(lambda: "this daemon attends 1 job, the most it may (--max-jobs)" in second.text(), "it says why")
+    stage.order("finish-a")
+    assert first.ends() == 0
+    stage.world(1, run="second")
+    stage.order("finish-b")
+    assert second.ends() == 0
+    assert second.summary() == ["job succeeded"]

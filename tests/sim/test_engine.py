@@ -58,6 +58,9 @@ class SimNode:
         self.offer: Offer | None = None
         self.known = Known()
         self.outcome_seen = ""
+        self.leaving: str | None = None
+        self.failed = ""
+        self.passing = False
 
     @property
     def uid(self) -> NodeUid:
@@ -72,8 +75,8 @@ class SimNode:
     def refuse(self, text: str) -> None:
         self.refused = text
 
-    def fail(self, text: str) -> None:
-        self.failed = text
+    def fail(self, text: str, *, passing: bool = False) -> None:
+        self.failed, self.passing = text, passing
 
     def say(self, *, seen: int = -1) -> None:
         event = NodeHeard(
@@ -85,6 +88,7 @@ class SimNode:
             held=self.held,
             offer=self.offer,
             outcome_seen=self.outcome_seen,
+            leaving=self.leaving,
         )
         room = self.engine.rooms.get(self.run_id)
         revision = seen if seen >= 0 else room.revision if room is not None else 0
@@ -293,19 +297,6 @@ def test_a_new_submission_takes_the_name_of_a_job_with_nobody_alive() -> None:
             await beating([fresh], 1)
             assert "submitted anew" in old[0].refused
             assert fresh.job().running is running
-
-    simulate(story())
-
-
-def test_more_jobs_than_the_limit_are_refused_by_name() -> None:
-    async def story() -> None:
-        async with engine_running() as (engine, _):
-            nodes = [SimNode(engine, "a", f"job{i}") for i in range(LIMITS.jobs + 1)]
-            for node in nodes:
-                node.offers()
-            await asyncio.sleep(0.5)
-            assert [bool(node.refused) for node in nodes] == [False] * LIMITS.jobs + [True]
-            assert "8 jobs" in nodes[-1].refused
 
     simulate(story())
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
+from immutables import Map
+from msgspec.structs import replace
 
+from rendezvousd.core.errors import NoSuchNode
+from rendezvousd.core.model import Job, JobSpec, JobUid, Node, NodeSpec, NodeUid
+from rendezvousd.rpc.admin import _chosen
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.daemon import daemon
 from tests.wire.node import WireNode, cast
@@ -92,6 +97,54 @@ def test_a_removed_node_stays_out(tmp_path: Any) -> None:
         assert (await b.until(lambda p: p.HasField("removed"))).removed.reason == "broken fan"
 
     play(tmp_path, story)
+
+
+def test_a_long_reason_is_cut_and_says_so(tmp_path: Any) -> None:
+    async def story(ask: Operator, a: WireNode, b: WireNode) -> None:
+        reason = f"begin {'x' * 900_000}\nend"
+        await ask.call("Restart", pb.RestartRequest(run_id="job", reason=reason), pb.RestartReply)
+        await asyncio.gather(a.stopped(), b.stopped())
+        await ask.call("Leave", pb.LeaveRequest(run_id="job", node_name="b", reason=reason), pb.LeaveReply)
+        removed = (await b.until(lambda p: p.HasField("removed"))).removed
+        await ask.call("Close", pb.CloseRequest(run_id="job", reason=reason), pb.CloseReply)
+        ended = (await a.until(lambda p: p.HasField("ended"))).ended
+        for text in (a.place.break_cause.text, removed.reason, ended.root_cause.text):
+            assert len(text) < 400
+            assert "begin x" in text
+            assert text.endswith("x end")
+            assert "bytes cut" in text
+
+    play(tmp_path, story)
+
+
+def test_what_does_not_exist_is_not_found_however_much_there_is_to_say(tmp_path: Any) -> None:
+    async def story(ask: Operator, a: WireNode, b: WireNode) -> None:
+        for name in ("nobody", "x" * 900_000, "ü" * 200_000):
+            for method, request, reply in (
+                ("Leave", pb.LeaveRequest(run_id="job", node_name=name), pb.LeaveReply),
+                ("GetJob", pb.GetJobRequest(run_id=name), pb.JobView),
+                ("Close", pb.CloseRequest(run_id=name), pb.CloseReply),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ask.call(method, request, reply)
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+                assert name[:10] in (caught.value.details() or "")
+
+    play(tmp_path, story)
+
+
+def test_the_refusal_to_remove_a_node_names_only_a_few_of_very_many() -> None:
+    spec = JobSpec(min_nodes=1, max_nodes=500)
+    job = Job(run_id="job", uid=JobUid("uid"), seed="", spec=spec, began_at=0.0)
+    names = [f"node-{number:04}-{'n' * 200}" for number in range(500)]
+    nodes = {NodeUid(name): Node(uid=NodeUid(name), name=name, arrival=0, spec=NodeSpec()) for name in names}
+    with pytest.raises(NoSuchNode) as caught:
+        _chosen(replace(job, nodes=Map(nodes)), pb.LeaveRequest(run_id="job", node_name="other"))
+    text = str(caught.value)
+    assert "node-0000" in text
+    assert "node-0004" in text
+    assert "and 495 more" in text
+    assert len(text) < 700
 
 
 def test_a_closed_job_ends_for_everybody(tmp_path: Any) -> None:

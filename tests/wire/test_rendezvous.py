@@ -78,6 +78,32 @@ def test_a_failure_stops_everybody_uses_a_restart_and_deals_the_same_ranks(tmp_p
     play(tmp_path, story)
 
 
+def test_a_traceback_is_sent_until_the_node_has_obeyed_a_place_with_it(tmp_path: Path) -> None:
+    async def story(make: Callable[..., WireNode]) -> None:
+        a, b = await two_running(make, max_restarts=3)
+        for number in (2, 3):
+            text = f"Traceback of round {number - 1} {'x' * 5_000}"
+            await b.hold(pb.FAILED, 0, pb.Failure(rank=1, exit_code=3, text=text))
+            await asyncio.gather(a.stopped(), b.offer())
+            await asyncio.gather(a.assigned(number), b.assigned(number))
+            for node in (a, b):
+                seq = node.state.seq + 1
+                await node.say()
+                await node.until(lambda p, seq=seq: p.ack_seq >= seq)  # type: ignore[misc]
+                assert any(place.break_cause.failure.text == text for place in node.places)
+                cause = node.place.break_cause
+                assert (cause.failure.text, cause.failure.exit_code, cause.node_name) == ("", 3, "b")
+                assert "rank 1" in cause.text
+                await node.close()  # a stream that breaks has told it before
+                await node.open()
+                place = await node.until(lambda p: p.HasField("assigned"))
+                assert not place.break_cause.failure.text
+                node.places.clear()
+                await node.until(lambda p: p.HasField("assigned"))
+
+    play(tmp_path, story)
+
+
 def test_a_broken_stream_is_a_lost_node_unless_it_returns_within_its_grace(tmp_path: Path) -> None:
     async def story(make: Callable[..., WireNode]) -> None:
         a, b = await two_running(make)

@@ -73,8 +73,15 @@ def let_go(job: Job, now: float) -> Job:
 def forgettable_at(job: Job) -> float | None:
     """Return when an ended job need not be remembered any longer: nobody asks for it, and nothing of it lives. None:
     it has not ended, or its nodes have not read how."""
+    read_at = outcome_was_read_at(job)
+    if job.ending is None or read_at is None:
+        return None
+    return max(job.ending.at + job.spec.timing.ended_s, read_at)
+
+
+def outcome_was_read_at(job: Job) -> float | None:
+    """Return from when on an ended job may be forgotten if its place is needed: its nodes have read the outcome, and
+    nothing of it lives. None: it has not ended, or they have not."""
     if job.ending is None or not job.ending.may_exit:
         return None
-    timing = job.spec.timing
-    lasts_s = max(timing.ended_s, bound_s(job.lease_s, timing.kill_s)) if stops(job) else timing.ended_s
-    return job.ending.at + lasts_s
+    return job.ending.at + (bound_s(job.lease_s, job.spec.timing.kill_s) if stops(job) else 0.0)
