@@ -194,7 +194,7 @@ def test_an_endpoint_without_a_port_is_at_the_usual_one(stage: Stage) -> None:
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused_in_one_line(option: str, value: str) -> None:
-    command = [str(RDZVRUN), "--rdzv-endpoint=127.0.0.1", f"{option}={value}", *STAND_IN]
+    command = [str(RDZVRUN), "--rdzv-endpoint=127.0.0.1", "--rdzv-id=job", f"{option}={value}", *STAND_IN]
     if value == "gpu" and Path("/dev/nvidiactl").exists():
         pytest.skip("this host may have a GPU")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -255,5 +255,5 @@ class Peer:
     def refuse(self, text: str) -> None:
         self._daemon.world.fail("bug", f"the other node is refused: {text}")
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, *, passing: bool = False) -> None:
         self._daemon.world.fail("bug", text)
