@@ -81,7 +81,7 @@ class Views:
             await asyncio.shield(making)  # it is made for others as well
 
     async def jobs(self) -> bytes:
-        """Return the ListJobsReply with all jobs by run id, without their nodes."""
+        """Return the ListJobsReply with all jobs by run id, without their nodes, and those that are not served."""
         rooms = [self.engine.rooms[run_id] for run_id in sorted(self.engine.rooms)]
         pieces: list[bytes] = []
         for slice_ in _slices(rooms):
@@ -89,13 +89,24 @@ class Views:
                 data = self._head(room)
                 pieces += (_JOBS_TAG, _varint(len(data)), data)
             await asyncio.sleep(0)
+        for run_id in sorted(self.engine.unserved.keys() - self.engine.rooms.keys()):
+            data = self._unserved(run_id)
+            pieces += (_JOBS_TAG, _varint(len(data)), data)
         return b"".join(pieces)
+
+    def _unserved(self, run_id: str) -> bytes:
+        """Return the view of a job of which there is only the reason why it is not served."""
+        return pb.JobView(run_id=run_id, explain=self.engine.unserved[run_id]).SerializeToString()
 
     def _head(self, room: Room) -> bytes:
         now, kept = asyncio.get_running_loop().time(), self._heads.get(room)
         if kept is not None and kept.job is room.job and now < kept.stale_at:
             return kept.data
-        data: bytes = _head_view(self.engine, room).SerializeToString()
+        try:
+            data: bytes = _head_view(self.engine, room).SerializeToString()
+        except Exception as error:  # noqa: BLE001 -- it is logged there
+            self.engine.fail(room.job.run_id, "was shown", error)
+            data = self._unserved(room.job.run_id)
         self._heads[room] = _Head(room.job, data, now + FRESH_S)
         return data
 

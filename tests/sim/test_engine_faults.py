@@ -20,8 +20,9 @@ from rendezvousd.core.events import CloseAsked, Event, NodeHeard, RestartAsked
 from rendezvousd.core.liveness import Pace
 from rendezvousd.core.model import Held, Job, JobSpec, JobUid, Known, NodeSpec, NodeUid, Phase, RoundUid
 from rendezvousd.core.settings import Limits, Timing
-from rendezvousd.delivery import ABSENT
+from rendezvousd.delivery import ABSENT, Room
 from rendezvousd.engine import Engine
+from rendezvousd.rpc import views
 from rendezvousd.rpc.rendezvous import JoinStream, Renderer
 from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.sim.test_engine import (
@@ -162,6 +163,33 @@ def said(run_id: str, number: int, **more: Any) -> bytes:
     spec = pb.Spec(min_nodes=1, max_nodes=2, slots=1)
     state = pb.NodeState(run_id=run_id, node_uid="u", stream_no=1, seq=number, spec=spec, **more)
     return state.SerializeToString()
+
+
+def test_the_list_of_jobs_has_those_that_are_not_served_and_one_that_cannot_be_shown_spoils_it_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head_view = views._head_view
+
+    def fails(engine: Engine, room: Room) -> pb.JobView:
+        if room.job.run_id == "bad":
+            raise OverflowError("too large for a field")
+        return head_view(engine, room)
+
+    monkeypatch.setattr(views, "_head_view", fails)
+
+    async def story() -> None:
+        async with engine_running() as (engine, _):
+            nodes = await pair(engine, "bad") + await pair(engine, "well")
+            engine.set_aside("old", "the record of job 'old' cannot be read")
+            reply = pb.ListJobsReply.FromString(await views.Views(engine).jobs())
+            assert [view.run_id for view in reply.jobs] == ["bad", "well", "old"]
+            assert "too large for a field" in reply.jobs[0].explain
+            assert reply.jobs[1].phase == pb.JOB_RUNNING
+            assert reply.jobs[2].explain == "the record of job 'old' cannot be read"
+            await beating(nodes[2:], 5)
+            assert nodes[2].job().running is not None
+
+    simulate(story())
 
 
 def test_a_job_that_cannot_be_taken_over_is_not_served_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
