@@ -182,7 +182,8 @@ def _small_requests(operations_max: int) -> list[tuple[Any, str, Any]]:
         (etcd, "OPERATIONS_MAX", operations_max),
         (etcd, "BYTES_MAX", half),
         (etcd, "PAGE", 2),
-        (etcd_store, "PAGE", 2),
+        (etcd_store, "PAGE_MIN", 2),
+        (etcd_store, "PAGE_MAX", 2),
         (etcd_store.EtcdStores, "records_max", operations_max),
         (etcd_store.EtcdStores, "bytes_max", half),
     ]
