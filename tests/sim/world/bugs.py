@@ -49,7 +49,7 @@ def _bug(first: int, function: Callable[..., Any], guard: str, instead: str) -> 
 
 BUGS: dict[str, Bug] = {
     "the guard against news of an older round is dropped": _bug(
-        1313,
+        1290,
         hear._held,
         "here = held is not None and held.round_uid == round_.uid",
         "here = held is not None",
