@@ -106,6 +106,8 @@ class Instances:
             return
         if old.job_uid in self._ended or not old.formed:
             return
+        if self._used_up(old):
+            return
         alike = node.options.submission == old.token and self.judge.job.agrees(node) == old.agrees
         kept_s = KEPT_S if alike else KEPT_FROM_OTHERS_S
         heard = {uid: at for uid in old.members if (at := self._heard_at(uid)) is not None}
@@ -115,6 +117,13 @@ class Instances:
         if world.now < heard[last] + kept_s - SLACK_S:
             silent_s = world.now - heard[last]
             world.fail("Instance", f"{text}, of which {last} was heard {silent_s:.1f} s ago, and did not leave")
+
+    def _used_up(self, old: Found) -> bool:
+        """Return whether a job may have failed of its workers when none of its nodes was there to be told."""
+        judge = self.judge
+        failed = any(book.failures and book.members & old.members for book in judge.books.values())
+        used = max((judge.greatest[uid].restarts_used for uid in old.members if uid in judge.greatest), default=0)
+        return failed and used >= judge.job.plan.max_restarts
 
     def _gives_way(self, daemon: Process, old: Found, text: str) -> None:
         """To an older job, of which a node tells a daemon that has no memory, and that is young."""

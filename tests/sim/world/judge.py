@@ -381,8 +381,17 @@ class Judge:
                 continue
             if fact.missed == book.before:
                 continue  # it was lost, and is a newcomer now
+            if self._failed_twice(uid, last):
+                continue  # it may sit out
             if fact.offer_after == book.before and not fact.alive and last.told is not None and not self.job.plan.harsh:
                 self.world.fail("Members first", f"{uid} loses its seat in {book.uid[:6]} to a newcomer")
+
+    def _failed_twice(self, uid: str, last: Book) -> bool:
+        """Return whether workers of this node failed in this round and in the one before."""
+        before = self.books.get(last.before)
+        return before is not None and all(
+            any(worker.node.uid == uid for worker in book.failures) for book in (last, before)
+        )
 
     # -------------------------------------------------------------------------------------------------- workers
 
