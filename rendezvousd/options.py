@@ -260,10 +260,13 @@ OPTIONS: tuple[Option, ...] = (
     _timing("recovery-max", "recovery_max_s", "... and its bound"),
     _timing("kill-time", "kill_s", "from killing workers to their being gone, with --on-daemon-loss=stop"),
     _timing("ended-readable", "ended_s", "for which the outcome of a job can be read"),
-    _timing("calm-soon", "calm_soon_s", "a round that broke so soon after growing makes the next growth wait longer"),
+    _timing("calm-soon", "calm_soon_s", "growth within this time of the last one waits twice as long as that one did"),
+    _timing("growth-backoff-max", "growth_backoff_max_s", "... and its bound"),
     _timing("calm-reset", "calm_reset_s", "without a break after which growth is trusted again"),
-    _timing("cooldown", "cooldown_s", "for which a node that cannot reach its peers sits out, doubled each time"),
-    _timing("cooldown-max", "cooldown_max_s", "... and its bound"),
+    _timing(
+        "cooldown", "cooldown_s", "for which a node that cannot reach its peers, or keeps failing, sits out at first"
+    ),
+    _timing("cooldown-max", "cooldown_max_s", "... doubled each time up to this"),
     _timing("short-round", "short_round_s", "a round that broke sooner is short"),
     _times("short-rounds-max", "short_rounds_max", "short rounds in a row that fail a job", 1),
     _limit("max-nodes-per-job", "nodes_per_job", "nodes of one job", 1, 1 << 20),

@@ -36,6 +36,7 @@ from rendezvousd.core.model import (
     Round,
     RoundUid,
     Seat,
+    SitOut,
     Stance,
     Tally,
 )
@@ -51,6 +52,7 @@ class Evidence:
     kind: CauseKind
     uid: NodeUid
     hopeless: bool = False
+    spawn: bool = False
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Book:
     done: set[NodeUid] = field(default_factory=set)
     out: set[NodeUid] = field(default_factory=set)  # lost, left or removed since
     unreachable: set[NodeUid] = field(default_factory=set)
+    suspended: set[NodeUid] = field(default_factory=set)  # sit out because of their workers' failures
     broken_at: float | None = None
 
     @property
@@ -84,6 +87,7 @@ class Ledger:
         self.busy_since: dict[NodeUid, float] = {}
         self.barred: set[NodeUid] = set()
         self.content = True  # no promise was broken so far
+        self.faulty: dict[str, tuple[int, int]] = {}  # by name: rounds in a row to blame for, pauses in a row
         self.unheard: dict[NodeUid, float] = {}  # lost, and workers may live there: when it was last heard
         self.spoken: dict[NodeUid, list[NodeHeard]] = {}  # all words, for saying them again
 
@@ -93,6 +97,7 @@ class Ledger:
         assert job.known.restarts_used == 0
         assert job.known.round >= self.greatest
         self.book = None
+        self.faulty.clear()
         self.words.clear()
         self.busy_since.clear()
 
@@ -223,8 +228,9 @@ class Ledger:
             if failure.rank not in told:
                 told.add(failure.rank)
                 at = now - failure.age_s
-                hopeless = failure.kind == "no-retry"
-                self._evidence(before, Evidence(failure.victim_hint, at, CauseKind.WORKER_FAILED, event.uid, hopeless))
+                hopeless, spawn, victim = failure.kind == "no-retry", failure.kind == "spawn", failure.victim_hint
+                fault = Evidence(victim, at, CauseKind.WORKER_FAILED, event.uid, hopeless, spawn)
+                self._evidence(before, fault)
         if event.held.phase is Phase.FAILED and not event.held.failures and "failed" not in told:
             told.add("failed")
             self._evidence(before, Evidence(False, now, CauseKind.WORKER_FAILED, event.uid))
@@ -293,7 +299,7 @@ class Ledger:
         return [
             uid
             for uid, word in self.words.items()
-            if (uid not in self.book.members or uid in self.book.out or uid in self.book.unreachable)
+            if (uid not in self.book.members or uid in self.book.out | self.book.unreachable | self.book.suspended)
             and word.offer is not None
             and word.offer.after == after
             and uid not in self.barred
@@ -327,7 +333,9 @@ class Ledger:
             self._verdict_is_complete(before, last, now)
             self._members_first(before, last, round_, now)
             if not last.unreachable:  # who had to cool down, and is back already, is a newcomer
-                late = {uid for uid in last.members & set(before.nodes) if self._could_overstay(before, uid, now)}
+                late = last.suspended | {
+                    uid for uid in last.members & set(before.nodes) if self._could_overstay(before, uid, now)
+                }
                 _ranks_kept(last, last.out, late, round_)
         assert round_.restart_count == after.known.restarts_used
         if before.spec.on_daemon_loss is OnDaemonLoss.STOP:
@@ -357,7 +365,7 @@ class Ledger:
         seated = {s.uid for s in round_.seats}
         assert last.broken_at is not None
         for uid in last.members - last.out - seated:
-            excused = bool(last.unreachable) or self._overstayed(before, uid, now)
+            excused = bool(last.unreachable) or uid in last.suspended or self._overstayed(before, uid, now)
             assert excused, f"live member {uid} lost its seat"
 
     def _verdict_is_complete(self, job: Job, book: Book, now: float) -> None:
@@ -386,7 +394,11 @@ class Ledger:
             blamed = after.round.cause
             assert (blamed.kind, blamed.uid) == (first.kind, first.uid), f"blamed {blamed.kind} of {blamed.uid}: {book}"
         fault = first.kind is CauseKind.WORKER_FAILED
-        if fault and (first.hopeless or before.known.restarts_used == after.spec.max_restarts):
+        if first.uid in self._suspended(before, after, book, first, now):
+            assert after.ending is None
+            assert first.uid not in after.nodes or after.nodes[first.uid].cooling_until_at is not None
+            fault = False
+        elif fault and (first.hopeless or before.known.restarts_used == after.spec.max_restarts):
             assert after.ending is not None
             assert after.ending.outcome is Outcome.FAILED
             fault = False
@@ -394,6 +406,37 @@ class Ledger:
         if charged:
             assert broken.uid not in self.charged
             self.charged.add(broken.uid)
+
+    def _suspended(self, before: Job, after: Job, book: Book, first: Evidence, now: float) -> set[NodeUid]:
+        """Return who sits out because its workers keep failing, and not those of its peers; and remember."""
+        assert book.broken_at is not None
+        names = {s.uid: s.name for s in book.seats}
+        lasted = book.broken_at - book.sealed_at >= before.spec.timing.calm_reset_s
+        own = [e for e in book.evidence if e.kind is CauseKind.WORKER_FAILED and (e.spawn or not e.victim)]
+        if first.kind is not CauseKind.WORKER_FAILED:
+            blamed: set[NodeUid] = set()
+        elif len({e.uid for e in own}) == 1 or 2 * len({e.uid for e in own}) < len(book.seats):
+            blamed = {e.uid for e in own}
+        else:
+            blamed = {e.uid for e in own if e.spawn}
+        was = dict(self.faulty) if not lasted else {}
+        if lasted or first.kind is CauseKind.WORKER_FAILED:
+            for name in names.values():
+                self.faulty.pop(name, None)
+        for name in {names[uid] for uid in blamed}:
+            rounds, pauses = was.get(name, (0, 0))
+            self.faulty[name] = (rounds + 1, pauses)
+        spawn = {e.uid for e in own if e.spawn}
+        out = {uid for uid in blamed if uid in spawn or self.faulty[names[uid]] != (1, 0)}
+        gone = {names[uid] for uid in out if uid not in before.nodes or uid not in after.nodes}
+        out |= {uid for uid, node in after.nodes.items() if node.name in gone and uid not in names}
+        if first.hopeless or _others(before, after, out, now) < before.spec.min_nodes:
+            return set()
+        for uid in sorted(out & blamed):
+            rounds, _ = self.faulty[names[uid]]
+            self.faulty[names[uid]] = (rounds, was.get(names[uid], (0, 0))[1] + 1)
+        book.suspended = out
+        return out
 
     def _ended(self, before: Job, after: Job) -> None:
         if before.ending is not None and before.uid == after.uid:
@@ -443,6 +486,18 @@ class Ledger:
             assert job.running.seats == self.rosters[job.running.uid], "one roster for ever"
 
 
+def _others(before: Job, after: Job, out: set[NodeUid], now: float) -> int:
+    """Count the nodes without `out` that may be in the next round."""
+    cooling = {
+        uid
+        for job in (before, after)
+        for uid, node in job.nodes.items()
+        if node.cooling_until_at is not None and node.cooling_until_at > now
+    }
+    others = set(after.nodes) - out - cooling
+    return sum(after.nodes[uid].leaving is None and not after.nodes[uid].overdue for uid in others)
+
+
 def _forgettable(job: Job, now: float) -> bool:
     return job.ending is not None and now >= job.ending.at + job.spec.timing.ended_s
 
@@ -489,14 +544,17 @@ def _count(job: Job) -> Tally:
         return kept and n.leaving is None and not n.overdue
 
     ready = [n for n in nodes if n.stance is Stance.READY]
-    usable = [n for n in nodes if n.leaving is None and not n.overdue]
+    usable = [n for n in nodes if n.leaving is None and not n.overdue and n.cooling_until_at is None]
+    out = [n for n in nodes if n.leaving is None and n.cooling_until_at is not None]
     return Tally(
         members=sum(map(seated, nodes)),
         members_ready=sum(map(seated, ready)),
-        newcomers_ready=sum(not seated(n) and n in usable and n.cooling_until_at is None for n in ready),
+        newcomers_ready=sum(not seated(n) and n in usable for n in ready),
         usable=len(usable),
         unready=sum(n.stance is Stance.UNREADY for n in usable),
         busy=sum(n.stance is Stance.BUSY and not n.overdue for n in nodes),
+        sitting_out=len(out),
+        suspended=sum(n.sits_out is not SitOut.UNREACHABLE for n in out),
         seen=sum(n.outcome_seen for n in nodes),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -61,6 +62,11 @@ def worker_argv(options: Options, environ: Mapping[str, str], local_rank: int) -
     python = environ.get("PYTHON_EXEC") or sys.executable
     module = ("-m",) if options.module else ()
     return (python, "-u", *module, _with_local_rank(options.training_script, local_rank), *args)
+
+
+def script_missing(options: Options) -> bool:
+    """Whether this host does not have the script. Blocks."""
+    return not options.no_python and not options.module and not os.path.exists(options.training_script)
 
 
 def zygote_plan(options: Options, environ: Mapping[str, str]) -> ZygotePlan | None:

@@ -14,8 +14,9 @@ from rdzv.options import Options
 from rdzv.outlet import Outlet
 from rdzv.processes.facts import WorkerCommand, WorkerEnded
 from rdzv.stdio import Stdio
-from rdzv.worker_env import worker_argv, worker_environment
+from rdzv.worker_env import script_missing, worker_argv, worker_environment
 
+_NO_SCRIPT = 2  # Python's exit code when it cannot open the script
 FILES_S = 5.0  # for files to be made, or read; they are small, but their file system may hang
 
 
@@ -118,4 +119,6 @@ class Workers:
             return text, model.OOM
         if not fact.signal and fact.exit_code in self._options.no_retry_exit_codes:
             return text, model.NO_RETRY
+        if not fact.signal and fact.exit_code == _NO_SCRIPT and script_missing(self._options):
+            return text, model.SPAWN
         return text, ""

@@ -19,6 +19,7 @@ import msgspec
 from immutables import Map
 from msgspec.structs import replace
 
+from rendezvousd.core.liveness import pause_s
 from rendezvousd.core.model import (
     NO_ROUND,
     Cause,
@@ -33,6 +34,8 @@ from rendezvousd.core.model import (
     Recovery,
     Round,
     Seat,
+    SitOut,
+    Suspect,
 )
 from rendezvousd.core.records import (
     DECODERS,
@@ -51,6 +54,7 @@ from rendezvousd.core.records import (
     StoredNode,
     StoredRecovering,
     StoredRound,
+    StoredSuspect,
     StoredWorkers,
     Unknown,
     check_version,
@@ -58,6 +62,7 @@ from rendezvousd.core.records import (
     encode_part,
     whole_parts,
 )
+from rendezvousd.core.settings import Timing
 from rendezvousd.core.tally import part_open, restance, stance
 
 # Nodes, seats or departures in one part: some 10 KB, which etcd writes as fast as a few bytes, and 160 parts for 10,000
@@ -144,6 +149,8 @@ def _sources(job: Job, nodes: list[Node], last: Record | None) -> dict[str, Sequ
             sources["evidence"] = round_.evidence
     if job.fences:
         sources["fences"] = (job.fences,)
+    if job.suspects:
+        sources["suspects"] = (job.suspects,)
     if job.last_cause is not None or (job.ending is not None and job.ending.cause is not None):
         sources["causes"] = (job.last_cause, job.ending.cause if job.ending is not None else None)
     return sources
@@ -231,7 +238,8 @@ def _head(job: Job) -> StoredHead:
         arrivals=job.arrivals,
         departures=job.departures,
         known=job.known,
-        calm=job.calm,
+        # of the instant only that there was one
+        calm=replace(job.calm, admitted_at=None if job.calm.admitted_at is None else 0.0),
         lease_s=job.lease_s,
         round=None
         if round_ is None
@@ -269,6 +277,7 @@ def _nodes_part(job: Job, source: Sequence[Any]) -> list[StoredNode]:
             leaving=node.leaving,
             held=_stub(job, node),
             cooling=node.cooling_until_at is not None,
+            sits_out=node.sits_out,
             unreachables=node.unreachables,
             overdue=node.overdue,
         )
@@ -312,6 +321,20 @@ def _fences_part(job: Job, source: Sequence[Any]) -> list[StoredFence]:
     ]
 
 
+def _suspects_part(job: Job, source: Sequence[Any]) -> list[StoredSuspect]:
+    return [
+        StoredSuspect(
+            name=name,
+            rounds=it.rounds,
+            pauses=it.pauses,
+            round=it.round,
+            sits_out=it.until_at is not None,
+            why=it.why,
+        )
+        for name, it in sorted(source[0].items())
+    ]
+
+
 def _evidence_part(job: Job, source: Sequence[Any]) -> list[StoredCause]:
     earliest = min(cause.at for cause in source)
     return [_cause(cause, cause.at - earliest) for cause in source]
@@ -327,7 +350,13 @@ def _causes_part(job: Job, source: Sequence[Any]) -> StoredCauses:
 
 def _cause(cause: Cause, after_s: float) -> StoredCause:
     return StoredCause(
-        kind=cause.kind, after_s=after_s, text=cause.text, uid=cause.uid, name=cause.name, failure=cause.failure
+        kind=cause.kind,
+        after_s=after_s,
+        text=cause.text,
+        note=cause.note,
+        uid=cause.uid,
+        name=cause.name,
+        failure=cause.failure,
     )
 
 
@@ -349,6 +378,7 @@ _PARTS = {
     "evidence": _evidence_part,
     "causes": _causes_part,
     "fences": _fences_part,
+    "suspects": _suspects_part,
 }
 
 
@@ -368,6 +398,7 @@ class _Parts:
     seats: list[Seat] = field(default_factory=list)
     evidence: list[StoredCause] = field(default_factory=list)
     fences: list[StoredFence] = field(default_factory=list)
+    suspects: list[StoredSuspect] = field(default_factory=list)
     marks: StoredMarks = NO_MARKS
     causes: StoredCauses = NO_CAUSES
 
@@ -398,7 +429,8 @@ def _job(head: StoredHead, parts: _Parts, seed: str, now: float, answered_until_
         round=None if head.round is None else _read_round(head.round, parts, now),
         last_cause=_read_cause_or_none(causes.last, now),
         known=head.known,
-        calm=head.calm,
+        calm=replace(head.calm, admitted_at=None if head.calm.admitted_at is None else now),
+        suspects=Map([_read_suspect(stored, head.spec.timing, now) for stored in parts.suspects]),
         lease_s=head.lease_s,
         fences=Map([_read_fence(stored, answered_until_at) for stored in parts.fences]),
         answered_until_at=answered_until_at,
@@ -425,8 +457,9 @@ def _job(head: StoredHead, parts: _Parts, seed: str, now: float, answered_until_
 
 
 def _read_node(job: Job, stored: StoredNode, now: float) -> Node:
-    timing, held = job.spec.timing, stored.held
-    cooldown_s = min(timing.cooldown_s * 2.0 ** max(0, stored.unreachables - 1), timing.cooldown_max_s)
+    held, unreachable = stored.held, stored.sits_out is SitOut.UNREACHABLE
+    times = stored.unreachables if unreachable else job.suspects.get(stored.name, Suspect()).pauses
+    cooldown_s = pause_s(job.spec.timing, times - 1)
     node = Node(
         uid=stored.uid,
         name=stored.name,
@@ -443,11 +476,19 @@ def _read_node(job: Job, stored: StoredNode, now: float) -> Node:
         else Held(round_uid=held.round_uid, round=held.round, phase=held.phase, alive=held.alive),
         leaving=stored.leaving,
         cooling_until_at=now + cooldown_s if stored.cooling else None,
+        sits_out=stored.sits_out,
         unreachables=stored.unreachables,
         overdue=stored.overdue,
     )
     # of an overdue one the stance is what it is overdue in; that of the others is derived when all is there
     return replace(node, stance=stance(job, node)) if node.overdue else node
+
+
+def _read_suspect(stored: StoredSuspect, timing: Timing, now: float) -> tuple[str, Suspect]:
+    until_at = now + pause_s(timing, stored.pauses - 1) if stored.sits_out else None
+    return stored.name, Suspect(
+        rounds=stored.rounds, pauses=stored.pauses, round=stored.round, until_at=until_at, why=stored.why
+    )
 
 
 def _read_fence(stored: StoredFence, read_at: float) -> tuple[NodeUid, Fence]:
@@ -488,6 +529,7 @@ def _read_cause(stored: StoredCause, now: float) -> Cause:
         kind=stored.kind,
         at=now + stored.after_s,
         text=stored.text,
+        note=stored.note,
         uid=stored.uid,
         name=stored.name,
         failure=stored.failure,

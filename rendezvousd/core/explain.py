@@ -45,8 +45,23 @@ def _running(job: Job, round_: Round, now: float) -> str:
         if due_at is None:
             text += f"; {waiting} spare"
         else:
-            text += f"; {waiting} waiting, let in in {_left(due_at, now)}"
-    return text
+            lately = " (growth back-off)" if growth.backs_off(job) else ""
+            text += f"; {waiting} waiting, let in in {_left(due_at, now)}{lately}"
+    return text + _sitting_out(job, now)
+
+
+def _sitting_out(job: Job, now: float) -> str:
+    """Return which nodes sit out, until when and why, to go after what else is said; empty: none."""
+    if not job.tally.sitting_out:
+        return ""
+    nodes = [n for n in job.nodes.values() if n.cooling_until_at is not None and n.leaving is None]
+    said = [
+        f"{n.name} sits out for {_left(n.cooling_until_at, now)}: {n.sits_out.text}"
+        for n in nsmallest(NAMES_MAX, nodes, key=lambda n: n.arrival)
+        if n.cooling_until_at is not None
+    ]
+    more = [f"{len(nodes) - NAMES_MAX} more sit out"] if len(nodes) > NAMES_MAX else []
+    return "".join(f"; {text}" for text in (*said, *more))
 
 
 def _recovering(job: Job, recovery: Recovery, now: float) -> str:
@@ -64,26 +79,24 @@ def _gathering(job: Job, now: float) -> str:
     if job.round is not None and job.round.cause is not None:
         sure = "" if job.round.final else " (still being looked into)"
         why = f"; round {job.round.number} broke because {job.round.cause.text}{sure}"
+    out = _sitting_out(job, now)
     if tally.busy:
         busy = _names(n for n in job.nodes.values() if n.stance is Stance.BUSY and not n.overdue)
-        return f"waiting for workers to stop on {busy}{why}"
+        return f"waiting for workers to stop on {busy}{out}{why}"
     if job.hold_until_at is not None and job.lost_at is not None:
-        return _held_back(job, job.lost_at, job.hold_until_at, now)
+        return f"{_held_back(job, job.lost_at, job.hold_until_at, now)}{out}"
     if (due_at := ending.too_few_due_at(job)) is not None:
         more = spec.min_nodes - tally.usable
         wanted = f"{tally.usable} of {spec.min_nodes} {'nodes' if spec.min_nodes > 1 else 'node'}"
-        return f"{wanted}; waiting for {more} more, {_left(due_at, now)} left{why}"
-    cooling = [n for n in job.nodes.values() if n.cooling_until_at is not None] if tally.usable else []
-    if cooling and seats.ready(job) < spec.min_nodes:
-        return f"sitting out for a moment, as it could not reach its peers: {_names(cooling)}{why}"
+        return f"{wanted}; waiting for {more} more, {_left(due_at, now)} left{out}{why}"
     if tally.members_ready < tally.members or seats.ready(job) < spec.min_nodes:
         slow = _names(n for n in job.nodes.values() if n.usable and n.stance is Stance.UNREADY)
-        return f"waiting for {slow} to be ready{why}"
+        return f"waiting for {slow} to be ready{out}{why}"
     if job.fences:
-        return f"{_fenced(job, now)}{why}"
+        return f"{_fenced(job, now)}{out}{why}"
     due_at = seats.seal_due_at(job)
     left = f", starting in {_left(due_at, now)} unless more arrive" if due_at is not None else ""
-    return f"{seats.ready(job)} of up to {_nodes(spec.max_nodes)} ready{left}{why}"
+    return f"{seats.ready(job)} of up to {_nodes(spec.max_nodes)} ready{left}{out}{why}"
 
 
 def _held_back(job: Job, lost_at: float, until_at: float, now: float) -> str:

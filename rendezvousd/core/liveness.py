@@ -11,6 +11,9 @@ HEARTBEATS_PER_S = 1000
 # Longest lease: a week. What is longer is an error, or comes of a job's wish and very many nodes.
 LEASE_MAX_S = 7 * 24 * 3600.0
 
+# By then every bound is reached; a power without a bound overflows one day.
+DOUBLINGS_MAX = 32
+
 
 class Pace(Struct, frozen=True):
     """What a node is told of time. Seconds."""
@@ -32,6 +35,11 @@ def pace(timing: Timing, nodes: int) -> Pace:
         lease_s=min(heartbeat_s * timing.lease_intervals, LEASE_MAX_S),
         retry_max_s=max(1.0, nodes / HEARTBEATS_PER_S),
     )
+
+
+def pause_s(timing: Timing, times: int) -> float:
+    """Return how long a node sits out that has sat out `times` times in a row before, in seconds."""
+    return min(timing.cooldown_s * 2.0 ** min(max(0, times), DOUBLINGS_MAX), timing.cooldown_max_s)
 
 
 def grace_s(timing: Timing, round_trip_s: float, lease_s: float) -> float:

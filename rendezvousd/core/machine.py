@@ -21,7 +21,7 @@ from rendezvousd.core.events import (
     TimePassed,
 )
 from rendezvousd.core.model import Cause, CauseKind, Departure, End, Ending, Job, Outcome, Stance
-from rendezvousd.core.rules import ending, fence, growth, hear, lost, recover, seats, verdict
+from rendezvousd.core.rules import ending, fence, growth, hear, lost, recover, seats, suspects, verdict
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import drop_node, place_node
 
@@ -58,6 +58,7 @@ def settle(job: Job, now: float) -> Job:
     job = lost.release(lost.note_lost(job, now), now)
     job = verdict.give_up_overdue(job, now)
     job = verdict.fix_verdict(job, now)
+    job = suspects.take_back(job, now)
     job = ending.succeed(job, now)
     job = ending.note_short(job, now)
     job = ending.fail_if_hopeless(job, now)
@@ -151,4 +152,5 @@ def _grow(job: Job, now: float) -> Job:
         return job
     count = job.tally.newcomers_ready
     text = f"{count} waiting node{'s' if count > 1 else ''} let in"
+    job = growth.admit_waiting(job, now)
     return verdict.blame(job, Cause(kind=CauseKind.GROWTH, at=now, text=text), now)

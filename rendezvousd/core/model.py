@@ -150,6 +150,35 @@ class Departure(Struct, frozen=True, kw_only=True):
     order: int = 0  # of its being remembered; the oldest are forgotten first
 
 
+class SitOut(enum.Enum):
+    """Why a node gets no seat for a while."""
+
+    UNREACHABLE = "unreachable"
+    FAILING = "failing"
+    SPAWN = "spawn"
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        match self:
+            case SitOut.UNREACHABLE:
+                return "it could not reach its peers"
+            case SitOut.FAILING:
+                return "its workers keep failing while those of the other nodes do not"
+            case SitOut.SPAWN:
+                return "its workers could not be started"
+
+
+class Suspect(Struct, frozen=True, kw_only=True):
+    """What a node, or one of the same name before it, is blamed for."""
+
+    rounds: int = 0  # in a row that it was to blame for
+    pauses: int = 0  # in a row that it sat out
+    round: int = 0  # number of the last one that it was to blame for
+    until_at: float | None = None  # it sits out until then, whichever launcher has its name ...
+    why: SitOut = SitOut.FAILING  # ... for this
+
+
 class Node(Struct, frozen=True, kw_only=True):
     """One attached launcher process."""
 
@@ -161,7 +190,8 @@ class Node(Struct, frozen=True, kw_only=True):
     offer: Offer | None = None
     leaving: Departure | None = None
     outcome_seen: bool = False
-    cooling_until_at: float | None = None
+    cooling_until_at: float | None = None  # it sits out until then ...
+    sits_out: SitOut = SitOut.UNREACHABLE  # ... for this
     unreachables: int = 0  # how often in a row it could not reach the bootstrap store
     # derived by tally.place_node:
     stance: Stance = Stance.UNREADY
@@ -177,7 +207,7 @@ class Node(Struct, frozen=True, kw_only=True):
     @property
     def usable(self) -> bool:
         """Whether it may yet become part of the next round."""
-        return self.leaving is None and not self.overdue
+        return self.leaving is None and not self.overdue and self.cooling_until_at is None
 
 
 class Seat(Struct, frozen=True, kw_only=True):
@@ -216,6 +246,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     kind: CauseKind
     at: float  # when it happened, as well as the daemon can tell
     text: str  # one line for people
+    note: str = ""  # what else follows from it, for people
     uid: NodeUid = NodeUid("")
     name: str = ""
     failure: Failure | None = None
@@ -287,6 +318,8 @@ class Tally(Struct, frozen=True, kw_only=True):
     usable: int = 0  # may become part of the next round
     unready: int = 0  # usable, nothing alive, no valid offer yet
     busy: int = 0  # have processes that must go, and are waited for
+    sitting_out: int = 0
+    suspended: int = 0  # of these, because of their workers' failures
     seen: int = 0  # have read the outcome
 
 
@@ -306,6 +339,8 @@ class Calm(Struct, frozen=True, kw_only=True):
 
     required_s: float = 0.0  # a round runs so long before it is broken for growth
     short_rounds: int = 0  # in a row
+    admitted_at: float | None = None  # when a round was last broken to let nodes in ...
+    waited_s: float = 0.0  # ... and how long the first of them had waited then
 
 
 class Fence(Struct, frozen=True, kw_only=True):
@@ -336,6 +371,7 @@ class Job(Struct, frozen=True, kw_only=True):
     calm: Calm = Calm()
     ending: Ending | None = None
     recovering: Recovery | None = None
+    suspects: Map[str, Suspect] = Map()  # by node name
     # With OnDaemonLoss.STOP: the longest lease that its nodes were ever told, and may be told now; and what stands.
     lease_s: float = 0.0
     fences: Map[NodeUid, Fence] = Map()

@@ -30,6 +30,7 @@ from rendezvousd.core.model import (
     Phase,
     RoundUid,
     Seat,
+    SitOut,
 )
 
 MAJOR, MINOR = 1, 0
@@ -106,6 +107,7 @@ class StoredNode(Stored, frozen=True, kw_only=True):
     leaving: Departure | None = None
     held: StoredWorkers | None = None
     cooling: bool = False
+    sits_out: SitOut = SitOut.UNREACHABLE
     unreachables: int = 0
     overdue: bool = False
 
@@ -131,6 +133,7 @@ class StoredCause(Stored, frozen=True, kw_only=True):
     uid: NodeUid = NodeUid("")
     name: str = ""
     failure: Failure | None = None
+    note: str = ""
 
 
 class StoredCauses(Stored, frozen=True, kw_only=True):
@@ -145,6 +148,15 @@ class StoredFence(Stored, frozen=True, kw_only=True):
     bound_s: float
 
 
+class StoredSuspect(Stored, frozen=True, kw_only=True):
+    name: str
+    rounds: int = 0
+    pauses: int = 0
+    round: int = 0
+    sits_out: bool = False
+    why: SitOut = SitOut.FAILING
+
+
 # What a part of this kind is: a list of such objects, or one.
 LISTS: dict[str, type[Struct]] = {
     "nodes": StoredNode,
@@ -152,6 +164,7 @@ LISTS: dict[str, type[Struct]] = {
     "seats": Seat,
     "evidence": StoredCause,
     "fences": StoredFence,
+    "suspects": StoredSuspect,
 }
 SINGLES: dict[str, type[Struct]] = {"marks": StoredMarks, "causes": StoredCauses}
 DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
@@ -173,6 +186,7 @@ _IDENTITY: dict[type[Struct], tuple[str, ...]] = {
     Failure: ("rank",),
     StoredFence: ("uid", "round_uid"),
     Departure: ("order",),
+    StoredSuspect: ("name",),
 }
 
 

@@ -41,8 +41,11 @@ class Timing(Struct, frozen=True, kw_only=True):
     recovery_max_s: float = 60.0
     # An ended job stays readable for so long: latecomers learn its outcome, people read its cause.
     ended_s: float = 300.0
-    # A round that broke so soon after somebody was let in makes the next admission wait twice the running time.
-    calm_soon_s: float = 60.0
+    # Growth back-off: an admission within this time of the last one waits twice as long as that one did. A round that
+    # broke within this time after nodes were let in makes the next admission wait twice the running time.
+    calm_soon_s: float = 300.0
+    # The longest wait that the growth back-off adds: nodes that arrive one by one cost one restart in five minutes.
+    growth_backoff_max_s: float = 300.0
     # So long without a break, and growth is trusted again.
     calm_reset_s: float = 600.0
     # A node that could not reach its peers sits out so long, doubled each time ...

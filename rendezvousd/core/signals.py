@@ -24,10 +24,17 @@ NAMES = {
     25: "SIGXFSZ",
     31: "SIGSYS",
 }
+# The kind of a failure that is the node's own: its worker could not be started.
+SPAWN = "spawn"
+# Characters of the reason why a worker could not be started, within a line.
+TEXT_MAX = 300
 
 
 def describe_end(failure: Failure) -> str:
     """Return how a worker ended, as the end of a sentence about it: "failed with exit code 3"."""
+    if failure.kind == SPAWN:
+        why = failure.text.strip().partition("\n")[0]
+        return "could not be started" + (f": {why[:TEXT_MAX]}" if why else "")
     if not failure.signal:
         why = ", which is not to be tried again" if failure.kind == "no-retry" else ""
         return f"failed with exit code {failure.exit_code}{why}"

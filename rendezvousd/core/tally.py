@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from rendezvousd.core.liveness import pace
-from rendezvousd.core.model import Job, Node, NodeUid, Stance, Tally
+from rendezvousd.core.model import Job, Node, NodeUid, SitOut, Stance, Tally
 
 
 def holds_seat(job: Job, node: Node) -> bool:
@@ -116,15 +116,16 @@ def _derive(job: Job, node: Node, now: float, *, anew: bool = False) -> Node:
 def _add(tally: Tally, node: Node, sign: int) -> Tally:
     ready = node.stance is Stance.READY
     member = node.member and not node.overdue
-    usable = node.usable
+    usable, sits_out = node.usable, node.cooling_until_at is not None and node.leaving is None
     return Tally(
         members=tally.members + sign * member,
         members_ready=tally.members_ready + sign * (member and ready),
-        newcomers_ready=tally.newcomers_ready
-        + sign * (usable and ready and not member and node.cooling_until_at is None),
+        newcomers_ready=tally.newcomers_ready + sign * (usable and ready and not member),
         usable=tally.usable + sign * usable,
         unready=tally.unready + sign * (usable and node.stance is Stance.UNREADY),
         busy=tally.busy + sign * (node.stance is Stance.BUSY and not node.overdue),
+        sitting_out=tally.sitting_out + sign * sits_out,
+        suspended=tally.suspended + sign * (sits_out and node.sits_out is not SitOut.UNREACHABLE),
         seen=tally.seen + sign * node.outcome_seen,
     )
 

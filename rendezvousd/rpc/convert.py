@@ -382,9 +382,8 @@ def known_pb(known: model.Known, job_uid: str) -> pb.Known:
 
 
 def cause_pb(cause: model.Cause, *, final: bool) -> pb.BreakCause:
-    message = pb.BreakCause(
-        kind=CAUSES[cause.kind], node_uid=cause.uid, node_name=cause.name, text=cause.text, final=final
-    )
+    text = f"{cause.text}; {cause.note}" if cause.note else cause.text
+    message = pb.BreakCause(kind=CAUSES[cause.kind], node_uid=cause.uid, node_name=cause.name, text=text, final=final)
     if cause.failure is not None:
         message.failure.CopyFrom(_failure_pb(cause.failure))
     return message

@@ -136,14 +136,17 @@ class AnyHistory(RuleBasedStateMachine):
         victim=st.booleans(),
         alive=st.integers(0, 1),
         signal=st.sampled_from([0, 9]),
+        kind=st.sampled_from(["", "", "", "spawn"]),
         then_speaks=st.booleans(),
     )
-    def fails(self, who: int, age_s: float, victim: bool, alive: int, signal: int, then_speaks: bool) -> None:
+    def fails(
+        self, who: int, age_s: float, victim: bool, alive: int, signal: int, kind: str, then_speaks: bool
+    ) -> None:
         player = pick(self.some(lambda p: p.alive > 0), who)
         if player.held is None or player.held.phase not in (*LIVE, Phase.FAILED):
             return  # it is being stopped: whatever its workers end with is no failure
         rank = 10 * self.stage.players.index(player) + len(player.held.failures)
-        failure = Failure(rank=rank, age_s=age_s, victim_hint=victim, signal=signal, exit_code=3)
+        failure = Failure(rank=rank, age_s=age_s, victim_hint=victim, signal=signal, exit_code=3, kind=kind)
         player.fail(self.stage.now, failure, alive=alive)
         if then_speaks:
             self.say_so(player)

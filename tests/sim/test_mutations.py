@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from rendezvousd.core import machine, ranks, tally
-from rendezvousd.core.rules import admit, ending, growth, hear, seats, verdict
+from rendezvousd.core.rules import admit, ending, growth, hear, seats, suspects, verdict
 from tests.sim.test_invariants import AnyHistory
 from tests.unit import (
     test_rules_admit,
@@ -26,6 +26,7 @@ from tests.unit import (
     test_rules_growth,
     test_rules_ranks,
     test_rules_sealing,
+    test_rules_suspects,
     test_rules_verdict,
 )
 
@@ -92,6 +93,17 @@ BY_HISTORIES: dict[str, Mutation] = {
     "a full round grows": (growth.room, "len(round_.seats) < job.spec.max_nodes", "True"),
     "too few for ever": (machine.settle, "job = ending.fail_if_hopeless(job, now)", "pass"),
     "nothing ends a wait": (machine.settle, "job = verdict.give_up_overdue(job, now)", "pass"),
+    "the first failure of a node is free": (
+        suspects._again,
+        "suspect.rounds >= ROUNDS_IN_A_ROW",
+        "suspect.rounds >= 1",
+    ),
+    "all nodes fail and one of them sits out": (
+        suspects._to_blame,
+        "len(few) == 1 or 2 * len(few) < len(round_.seats)",
+        "True",
+    ),
+    "a node sits out that its peers cannot do without": (suspects.weigh, "others < job.spec.min_nodes", "False"),
     "success of one is success of all": (ending.succeed, "round_.done < len(round_.seats)", "round_.done == 0"),
 }
 
@@ -107,6 +119,9 @@ BY_STORIES: dict[str, Mutation] = {
     "a node is let in though others are done": (growth.room, " and round_.done == 0", ""),
     "success is not noticed": (ending.succeed, "round_.done < len(round_.seats)", "True"),
     "the join timeout is woken for while the verdict is open": (ending.too_few_due_at, " or job.judging", ""),
+    "a bad host comes back by another launcher": (suspects.inherit, "suspect is None", "True"),
+    "a bad host is forgotten when it sits out": (suspects._again, " or suspect.pauses > 0", ""),
+    "newcomers that trickle in cost a restart each": (growth._backed_off_until, "calm.admitted_at is None", "True"),
     "numbers begin anew with a new submission": (
         admit.superseding,
         "return replace(job, known=replace(job.known, round=old.known.round, round_uid=old.known.round_uid))",
@@ -144,7 +159,12 @@ def test_a_guard_that_is_taken_out_is_missed_in_some_history(name: str) -> None:
 def stories() -> list[Callable[[], None]]:
     """Return the stories of the rules that need nothing of pytest."""
     modules = (test_rules_admit, test_rules_ending, test_rules_growth, test_rules_ranks, test_rules_sealing)
-    functions = [f for m in (*modules, test_rules_verdict) for n, f in vars(m).items() if n.startswith("test_")]
+    functions = [
+        f
+        for m in (*modules, test_rules_suspects, test_rules_verdict)
+        for n, f in vars(m).items()
+        if n.startswith("test_")
+    ]
     return [f for f in functions if not inspect.signature(f).parameters]
 
 

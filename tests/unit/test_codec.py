@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from rendezvousd.core.codec import LATER_S, PART_BYTES, PER_PART, Record, dump, load
 from rendezvousd.core.events import NodeHeard, NodeLost
+from rendezvousd.core.liveness import pause_s
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import (
     Assignment,
@@ -43,7 +44,9 @@ from rendezvousd.core.model import (
     Round,
     RoundUid,
     Seat,
+    SitOut,
     Stance,
+    Suspect,
     Tally,
 )
 from rendezvousd.core.records import RecordError, find_unknown
@@ -68,7 +71,9 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "NodeUid": UIDS,
     "RoundUid": UIDS,
     "JobUid": UIDS,
-    **{kind.__name__: st.sampled_from(kind) for kind in (CauseKind, Grow, OnDaemonLoss, Outcome, Phase, Stance)},
+    **{
+        kind.__name__: st.sampled_from(kind) for kind in (CauseKind, Grow, OnDaemonLoss, Outcome, Phase, SitOut, Stance)
+    },
 }
 
 
@@ -104,6 +109,7 @@ JOBS = every(
     ending=st.none() | every(Ending, cause=st.none() | CAUSES),
     recovering=st.none() | every(Recovery, heard=st.just(Map())),
     fences=st.dictionaries(UIDS.map(NodeUid), every(Fence), max_size=3).map(Map),
+    suspects=st.dictionaries(TEXT, every(Suspect), max_size=2).map(Map),
     tally=st.just(Tally()),
 )
 
@@ -137,6 +143,12 @@ def rounds(draw: st.DrawFn, uids: list[NodeUid]) -> Round:
     return round_
 
 
+def rearmed(suspect: Suspect, timing: Timing) -> Suspect:
+    if suspect.until_at is None:
+        return suspect
+    return replace(suspect, until_at=NOW + pause_s(timing, suspect.pauses - 1))
+
+
 def as_stored(job: Job) -> Job:
     """Return the job without what is no fact: instants, and what nodes say again by themselves."""
     timing, round_, ending = job.spec.timing, job.round, job.ending
@@ -160,6 +172,8 @@ def as_stored(job: Job) -> Job:
         last_arrival_at=NOW,
         answered_until_at=NOW,
         fences=Map((uid, replace(fence, until_at=NOW + fence.bound_s)) for uid, fence in job.fences.items()),
+        calm=replace(job.calm, admitted_at=None if job.calm.admitted_at is None else NOW),
+        suspects=Map((name, rearmed(suspect, timing)) for name, suspect in job.suspects.items()),
         enough_at=None,
         short_at=None,
         waiting_at=None,
@@ -169,14 +183,15 @@ def as_stored(job: Job) -> Job:
     )
     nodes = {}
     for uid, node in job.nodes.items():
-        held, cooldown_s = node.held, timing.cooldown_s * 2.0 ** max(0, node.unreachables - 1)
+        held, unreachable = node.held, node.sits_out is SitOut.UNREACHABLE
+        times = node.unreachables if unreachable else job.suspects.get(node.name, Suspect()).pauses
         if held is not None:
             lingers = held.alive > 0 and not part_open(job, node)
             stub = Held(round_uid=held.round_uid, round=held.round, phase=held.phase, alive=held.alive)
             held = stub if lingers else None
         node = replace(node, held=held, offer=None, outcome_seen=False, due_at=None)
         if node.cooling_until_at is not None:
-            node = replace(node, cooling_until_at=NOW + min(cooldown_s, timing.cooldown_max_s))
+            node = replace(node, cooling_until_at=NOW + pause_s(timing, times - 1))
         nodes[uid] = replace(node, stance=stance(facts, node)) if node.overdue else node
     return restance(replace(facts, nodes=Map(nodes)), NOW)
 

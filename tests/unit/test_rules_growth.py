@@ -97,6 +97,94 @@ def test_a_full_round_is_not_broken_for_growth() -> None:
     assert stage.round.number == 1
 
 
+def pass_time(stage: Stage, seconds: int) -> None:
+    for _ in range(seconds):
+        stage.wait(1)
+        stage.play()
+
+
+def arrivals(stage: Stage, count: int, *, every_s: int) -> int:
+    """Nodes come one by one; return how many restarts that costs until all train."""
+    stage.join("n0", "n1")
+    stage.wait(stage.spec.timing.settle_s)
+    stage.play()
+    for i in range(2, count):
+        pass_time(stage, every_s)
+        stage.join(f"n{i}")
+    pass_time(stage, 600)
+    assert len(stage.roster()) == count
+    return stage.round.number - 1
+
+
+def test_back_off_ten_nodes_that_trickle_in_cost_few_restarts() -> None:
+    assert arrivals(Stage("2:10"), 10, every_s=33) == 5
+
+
+def test_back_off_the_wait_has_a_bound() -> None:
+    assert arrivals(Stage("2:100", growth_backoff_max_s=20.0), 10, every_s=33) == 8
+    assert arrivals(Stage("2:100", calm_soon_s=0.0), 10, every_s=33) == 8, "and can be switched off"
+
+
+def let_in(stage: Stage, name: str) -> float:
+    """A node comes; return how long it waits until it is let in."""
+    came_at = stage.now
+    (new,) = stage.join(name)
+    stage.play()
+    while new.name not in stage.roster():
+        stage.to_wake()
+        stage.play()
+    return stage.now - came_at
+
+
+def test_back_off_an_admission_soon_after_another_one_waits_twice_as_long_as_that_did() -> None:
+    stage = Stage("1:9")
+    stage.run("a")
+    waits = []
+    for name in "bcdef":
+        waits.append(let_in(stage, name))
+        stage.wait(20)
+    assert waits == [5, 10, 20, 40, 80]
+
+
+def test_back_off_the_first_newcomer_after_a_calm_time_is_let_in_quickly() -> None:
+    stage = Stage("1:9")
+    stage.run("a")
+    for name in "bcd":
+        let_in(stage, name)
+    stage.wait(300)
+    assert let_in(stage, "e") == 5
+    stage.wait(290)
+    assert let_in(stage, "f") == 10, "and nobody waits longer than until it is calm again"
+
+
+def test_back_off_says_when_the_next_admission_is_due() -> None:
+    stage = Stage("1:9")
+    stage.run("a")
+    let_in(stage, "b")
+    let_in(stage, "c")
+    stage.join("d")
+    assert stage.said == "round 3 runs: 3 nodes, 3 ranks; 1 waiting, let in in 20 s (growth back-off)"
+    stage.wait(15)
+    assert stage.said == "round 3 runs: 3 nodes, 3 ranks; 1 waiting, let in in 5 s (growth back-off)"
+
+
+def test_back_off_ends_at_once_when_the_round_breaks_for_another_reason() -> None:
+    stage = Stage("1:9", max_restarts=1)
+    (a,) = stage.run("a")
+    let_in(stage, "b")
+    let_in(stage, "c")
+    stage.join("d")
+    a.fail(stage.now, failure())
+    stage.play()
+    assert stage.roster() == ["a", "b", "c", "d"]
+
+
+def test_back_off_does_not_put_off_who_asked_for_growth_at_once() -> None:
+    stage = Stage("1:9", grow=Grow.NOW)
+    stage.run("a")
+    assert [let_in(stage, name) for name in "bcd"] == [0, 0, 0]
+
+
 def come_and_go(stage: Stage, name: str, *, after_s: float) -> float:
     """A node is let in and dies `after_s` later; return how long the round before ran until it was let in."""
     sealed_at = stage.round.sealed_at

@@ -428,7 +428,9 @@ def test_unreachable_with_two_nodes_the_job_goes_on_after_the_pause() -> None:
     a, b = stage.join("a", "b")
     unreachable(stage, b)
     stop(stage, a, b)
-    assert stage.said.startswith("sitting out for a moment, as it could not reach its peers: b; round 1 broke")
+    assert stage.said.startswith(
+        "1 of 2 nodes; waiting for 1 more, 600 s left; b sits out for 5 s: it could not reach its peers; round 1 broke"
+    )
     stage.play()
     stage.wait(5)
     assert stage.roster() == ["a", "b"]

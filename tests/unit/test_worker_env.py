@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.options import parse
-from rdzv.worker_env import worker_argv, worker_environment
+from rdzv.worker_env import script_missing, worker_argv, worker_environment
 from rendezvousd.v1.rendezvous_pb2 import Assigned
 
 PROBE = """
@@ -162,3 +162,14 @@ def test_workers_get_what_torchrun_gives_them(tmp_path: Path) -> None:
         own = {name for name in ours if name.startswith("RENDEZVOUSD_")}
         assert {name: value for name, value in ours.items() if name not in own} == theirs_env
         assert worker_argv(options, base, rank)[1:] == tuple(theirs["argv"][1:])
+
+
+def test_a_script_that_has_gone_from_this_host_is_known_to_be_missing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    options = parse([str(script)], {})
+    assert not script_missing(options)
+    script.unlink()
+    assert script_missing(options)
+    assert not script_missing(parse(["-m", "nowhere"], {}))
+    assert not script_missing(parse(["--no-python", "/nowhere/program"], {}))

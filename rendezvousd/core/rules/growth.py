@@ -19,7 +19,32 @@ def growth_due_at(job: Job) -> float | None:
     if spec.grow is Grow.QUIET:
         quiet_at = max(job.last_arrival_at, job.waiting_at) + spec.timing.grow_s
         due_at = min(quiet_at, job.waiting_at + spec.timing.grow_max_s)
-    return max(due_at, round_.sealed_at + job.calm.required_s)
+    return max(due_at, round_.sealed_at + job.calm.required_s, _backed_off_until(job, job.waiting_at))
+
+
+def _backed_off_until(job: Job, waiting_at: float) -> float:
+    """Return until when nodes that wait since `waiting_at` are kept waiting because others were let in lately.
+
+    Twice as long as those waited, but no longer than until the last admission is long ago: then it is calm.
+    """
+    calm, timing = job.calm, job.spec.timing
+    if calm.admitted_at is None:
+        return waiting_at
+    wait_s = min(2 * calm.waited_s, timing.growth_backoff_max_s)
+    return min(waiting_at + wait_s, calm.admitted_at + timing.calm_soon_s)
+
+
+def backs_off(job: Job) -> bool:
+    """Return whether it is the growth back-off that keeps nodes waiting."""
+    due_at = growth_due_at(job)
+    calm = replace(job.calm, required_s=0.0, admitted_at=None)
+    return due_at is not None and due_at != growth_due_at(replace(job, calm=calm))
+
+
+def admit_waiting(job: Job, now: float) -> Job:
+    """Return the job remembering that its round is broken now to let nodes in."""
+    assert job.waiting_at is not None
+    return replace(job, calm=replace(job.calm, admitted_at=now, waited_s=now - job.waiting_at))
 
 
 def room(job: Job) -> bool:
@@ -43,9 +68,9 @@ def calm_after(job: Job, round_: Round) -> Calm:
     ran_s = round_.broken_at - round_.sealed_at
     deliberate = round_.cause is not None and round_.cause.kind in DELIBERATE
     required_s = calm.required_s
-    if ran_s >= timing.calm_reset_s:
+    if ran_s >= required_s + timing.calm_reset_s:  # what it had to run before growth is no sign of calm
         required_s = 0.0
     elif round_.admitted and not deliberate and ran_s < timing.calm_soon_s:
         required_s = min(2 * max(ran_s, required_s, timing.grow_s), timing.calm_reset_s)
     short = calm.short_rounds + (not deliberate) if ran_s < timing.short_round_s else 0
-    return Calm(required_s=required_s, short_rounds=short)
+    return replace(calm, required_s=required_s, short_rounds=short)

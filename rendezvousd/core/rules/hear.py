@@ -22,6 +22,7 @@ from rendezvousd.core.model import (
 from rendezvousd.core.rules import fence
 from rendezvousd.core.rules.admit import admit, bar, give_way, gives_way, learn
 from rendezvousd.core.rules.recover import note
+from rendezvousd.core.rules.suspects import inherit
 from rendezvousd.core.rules.verdict import blame, done, end_part, forfeit
 from rendezvousd.core.settings import Limits
 from rendezvousd.core.signals import describe_end
@@ -48,6 +49,7 @@ def heard(job: Job, event: NodeHeard, limits: Limits, now: float) -> Job:
         job, node = admit(job, event, limits, now)
         if node is None:
             return job
+        node = inherit(job, node, now)
     job = _held(job, event, node, now)
     node = job.nodes.get(event.uid, node)  # its stance may have changed by what was learnt
     node = replace(

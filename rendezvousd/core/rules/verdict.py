@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round
+from rendezvousd.core.liveness import pause_s
+from rendezvousd.core.model import Cause, CauseKind, End, Ending, Job, Node, NodeUid, Outcome, Round, SitOut
 from rendezvousd.core.rules.fence import fence_node
 from rendezvousd.core.rules.growth import calm_after
+from rendezvousd.core.rules.suspects import EVIDENCE_MAX, hopeless, weigh
 from rendezvousd.core.tally import drop_node, place_node, restance, sooner, stance
 
-# The likeliest causes kept of one round. More cannot change the verdict; 10,000 nodes may all complain at once.
-EVIDENCE_MAX = 32
-# A failure of this kind would only happen again: the node says so, and the job ends whatever its budget.
-NO_RETRY = "no-retry"
+# Nodes that sit out by what is to blame on one round, and are named with it.
+NAMES_MAX = 3
 
 
 def blame(job: Job, cause: Cause, now: float) -> Job:
@@ -73,7 +73,10 @@ def fix_verdict(job: Job, now: float) -> Job:
         return job
     assert round_.cause is not None
     job = replace(job, round=replace(round_, final=True), calm=calm_after(job, round_))
-    if round_.cause.kind is CauseKind.WORKER_FAILED:
+    job, out = weigh(job, round_, now)
+    if out:
+        job = _suspend(job, out, now)
+    if round_.cause.kind is CauseKind.WORKER_FAILED and round_.cause.uid not in out:
         return _charge(job, round_, round_.cause, now)
     if round_.cause.kind is CauseKind.NETWORK:  # who cannot reach a lost host does not suffer for it
         return _cool_down(job, round_, now)
@@ -107,11 +110,7 @@ def _give_up(job: Job, node: Node, now: float) -> Job:
 def _order(cause: Cause) -> tuple[bool, bool, float]:
     """Losses count from when the node fell silent, failures from when they happened; victims of others come last, and
     what cannot be cured by trying again comes first."""
-    return (not _hopeless(cause), cause.failure is not None and cause.failure.victim_hint, cause.at)
-
-
-def _hopeless(cause: Cause) -> bool:
-    return cause.failure is not None and cause.failure.kind == NO_RETRY
+    return (not hopeless(cause), cause.failure is not None and cause.failure.victim_hint, cause.at)
 
 
 def _charge(job: Job, round_: Round, cause: Cause, now: float) -> Job:
@@ -119,7 +118,7 @@ def _charge(job: Job, round_: Round, cause: Cause, now: float) -> Job:
     known = job.known
     if known.charged_round_uid == round_.uid:
         return job
-    if known.restarts_used >= job.spec.max_restarts or _hopeless(cause):
+    if known.restarts_used >= job.spec.max_restarts or hopeless(cause):
         return end_failed(job, cause, now)
     known = replace(
         known, restarts_used=known.restarts_used + 1, charged_round=round_.number, charged_round_uid=round_.uid
@@ -145,13 +144,30 @@ def _cool_down(job: Job, round_: Round, now: float) -> Job:
     culprits = round_.unreachable
     if len(culprits) > 1 and 2 * len(culprits) > len(round_.seats) - 1:
         culprits = frozenset({round_.master.uid})
-    timing = job.spec.timing
     for uid in culprits:
         node = job.nodes.get(uid)
         if node is None:
             continue
-        pause_s = min(timing.cooldown_s * 2**node.unreachables, timing.cooldown_max_s)
-        job = forfeit(job, uid, End.STOPPED)
-        node = replace(node, cooling_until_at=now + pause_s, unreachables=node.unreachables + 1)
-        job = place_node(job, node, now)
+        until_at = now + pause_s(job.spec.timing, node.unreachables)
+        node = replace(node, unreachables=node.unreachables + 1)
+        job = _sit_out(job, node, until_at, SitOut.UNREACHABLE, now)
     return job
+
+
+def _suspend(job: Job, out: frozenset[NodeUid], now: float) -> Job:
+    """Let those sit out whose workers keep failing; the cause notes it, as all nodes are told that."""
+    said: dict[str, None] = {}
+    for node in sorted((job.nodes[uid] for uid in out if uid in job.nodes), key=lambda n: n.arrival):
+        suspect = job.suspects[node.name]
+        assert suspect.until_at is not None
+        said[f"node {node.name} sits out for {suspect.until_at - now:g} s: {suspect.why.text}"] = None
+        job = _sit_out(job, node, suspect.until_at, suspect.why, now)
+    assert job.round is not None
+    cause, *others = job.round.evidence
+    cause = replace(cause, note="; ".join(list(said)[:NAMES_MAX]))
+    return replace(job, round=replace(job.round, evidence=(cause, *others)))
+
+
+def _sit_out(job: Job, node: Node, until_at: float, why: SitOut, now: float) -> Job:
+    job = forfeit(job, node.uid, End.STOPPED)
+    return place_node(job, replace(node, cooling_until_at=until_at, sits_out=why), now)
