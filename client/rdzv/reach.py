@@ -27,7 +27,8 @@ async def reach(where: Endpoint) -> str:
         if loop.time() >= until:
             return (
                 f"cannot reach the bootstrap store at {where} ({why}): does a firewall close port {where.port}? "
-                "--rdzv-conf master_port_range=FIRST-LAST keeps to ports that are open"
+                "--rdzv-conf master_port_range=FIRST-LAST keeps to ports that are open. If its host has several "
+                "networks, start the launcher there with the --local-addr that its peers reach"
             )
         await asyncio.sleep(REACH_AGAIN_S)
 

@@ -256,6 +256,7 @@ def _head(job: Job) -> StoredHead:
         if recovering is None
         else StoredRecovering(uid=recovering.uid, number=recovering.number, size=recovering.size),
         lost=job.lost_at is not None,
+        apart=job.apart_at is not None,
         ending=None
         if ending is None
         else StoredEnding(outcome=ending.outcome, exit_code=ending.exit_code, may_exit=ending.may_exit),
@@ -449,6 +450,7 @@ def _job(head: StoredHead, parts: _Parts, seed: str, now: float, answered_until_
         if recovering is None
         else Recovery(uid=recovering.uid, number=recovering.number, size=recovering.size, began_at=now, last_at=now),
         lost_at=now if head.lost else None,
+        apart_at=now if head.apart else None,
         hold_until_at=now + head.spec.timing.recovery_s if head.lost and parts.nodes else None,
         last_arrival_at=now,
     )

@@ -88,6 +88,8 @@ def _gathering(job: Job, now: float) -> str:
     if (due_at := ending.too_few_due_at(job)) is not None:
         more = spec.min_nodes - tally.usable
         wanted = f"{tally.usable} of {spec.min_nodes} {'nodes' if spec.min_nodes > 1 else 'node'}"
+        apart_due_at = ending.apart_due_at(job)
+        due_at = due_at if apart_due_at is None else min(due_at, apart_due_at)
         return f"{wanted}; waiting for {more} more, {_left(due_at, now)} left{out}{why}"
     if tally.members_ready < tally.members or seats.ready(job) < spec.min_nodes:
         slow = _names(n for n in job.nodes.values() if n.usable and n.stance is Stance.UNREADY)

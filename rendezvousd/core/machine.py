@@ -76,6 +76,7 @@ def wakes_at(job: Job) -> float | None:
         job.scan_at,
         recover.due_at(job),
         ending.too_few_due_at(job),
+        ending.apart_due_at(job),
         growth.growth_due_at(job),
         seats.seal_due_at(job),
         fence.due_at(job),

@@ -384,6 +384,7 @@ class Job(Struct, frozen=True, kw_only=True):
     last_arrival_at: float = 0.0  # of a newcomer
     enough_at: float | None = None  # min nodes are ready, for a round that must settle
     short_at: float | None = None  # fewer than min nodes are usable
+    apart_at: float | None = None  # rounds are formed, and members do not reach each other
     waiting_at: float | None = None  # somebody ready waits while a round runs
     lost_at: float | None = None  # no node is left, and members of the last round were lost by silence
     hold_until_at: float | None = None  # while those may return, other nodes form no round of their own before

@@ -83,6 +83,7 @@ class StoredHead(Stored, frozen=True, kw_only=True):
     round: StoredRound | None = None
     recovering: StoredRecovering | None = None
     lost: bool = False
+    apart: bool = False
     ending: StoredEnding | None = None
 
 

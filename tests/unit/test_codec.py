@@ -176,6 +176,7 @@ def as_stored(job: Job) -> Job:
         suspects=Map((name, rearmed(suspect, timing)) for name, suspect in job.suspects.items()),
         enough_at=None,
         short_at=None,
+        apart_at=None if job.apart_at is None else NOW,
         waiting_at=None,
         lost_at=None if job.lost_at is None else NOW,
         hold_until_at=NOW + timing.recovery_s if job.lost_at is not None and job.nodes else None,

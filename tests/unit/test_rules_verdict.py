@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from rendezvousd.core.codec import dump, load
 from rendezvousd.core.model import Cause, CauseKind, Grow, Held, Outcome, Phase
 from rendezvousd.core.place import Wait, Waiting
 from tests.stage import Player, Stage, failure
@@ -372,7 +374,8 @@ def test_unreachable_a_node_that_cannot_reach_the_bootstrap_store_cools_down() -
     a, b, c = stage.join("a", "b", "c")
     unreachable(stage, b)
     assert cause(stage).text == (
-        "node b cannot reach the bootstrap store at a.net port 1 (on node a); is there a firewall between them?"
+        "node b cannot reach the bootstrap store at a.net port 1 (on node a); is there a firewall between them, or "
+        "should a be started with a --local-addr that its peers reach?"
     )
     stop(stage, a, b, c)
     assert stage.roster() == ["a", "c"]
@@ -447,3 +450,73 @@ def test_a_dead_bootstrap_store_is_a_cause_of_its_own() -> None:
     stop(stage, a)
     stage.play()
     assert stage.roster() == ["a", "b"]
+
+
+# ------------------------------------------------------------------------------- nodes that do not reach each other
+
+
+def try_to_meet(stage: Stage, members: list[Player], until: float) -> None:
+    """Every node starts what it is assigned, and only the host of the bootstrap store reaches it."""
+    while stage.now < until and stage.job.ending is None:
+        for player in members:
+            stage.tell(player)
+        round_ = stage.job.running
+        if round_ is not None:
+            stage.wait(5)  # they try to reach the store
+            unreachable(stage, *(p for p in members if p.uid in round_.index and p.uid != round_.master.uid))
+        stop(stage, *members)
+        if stage.job.running is None and stage.job.ending is None:
+            stage.to_wake()
+
+
+@pytest.mark.parametrize(("nnodes", "names"), [("2", "ab"), ("2:3", "abc"), ("3:4", "abcd")])
+def test_apart_a_job_whose_members_never_meet_ends_at_the_join_timeout(nnodes: str, names: str) -> None:
+    stage = Stage(nnodes, join_s=25.0)
+    members = stage.join(*names)
+    stage.wait(3)
+    began_at = stage.now
+    try_to_meet(stage, members, stage.now + 3600)
+    assert stage.ending.outcome is Outcome.FAILED
+    assert stage.ending.cause is not None
+    assert stage.ending.cause.kind is CauseKind.JOIN_TIMEOUT
+    assert "nodes reach the daemon but not each other for 25 s (join timeout)" in stage.ending.cause.text
+    assert "--local-addr" in stage.ending.cause.text
+    assert stage.ending.at - began_at <= 25 + 10, "or as soon as it is known that they did not meet once more"
+
+
+def test_apart_a_job_whose_members_met_goes_on() -> None:
+    stage = Stage("2", join_s=25.0, max_restarts=5)
+    members = stage.join("a", "b")
+    try_to_meet(stage, members, stage.now + 10)
+    while not stage.roster():
+        stage.to_wake()
+        stage.play()
+    assert stage.roster() == ["a", "b"]
+    stage.wait(3600)
+    members[0].fail(stage.now, failure())
+    stage.play()
+    assert stage.roster() == ["a", "b"]
+
+
+def test_a_node_that_sits_out_does_not_count_as_there() -> None:
+    stage = Stage("2", join_s=4.0)
+    a, b = stage.join("a", "b")
+    unreachable(stage, b)
+    stop(stage, a, b)
+    stage.wait(4)
+    assert stage.ending.cause is not None
+    assert stage.ending.cause.text.startswith("1 of 2 nodes for 4 s (join timeout); ")
+
+
+@pytest.mark.parametrize("times", [1023, 1024, 10**6])
+def test_a_pause_stays_bounded_however_often_a_node_could_not_reach_its_peers(times: int) -> None:
+    stage = Stage("2:3")
+    a, b, c = stage.join("a", "b", "c")
+    node = replace(stage.job.nodes[b.uid], unreachables=times)
+    stage.job_or_none = replace(stage.job, nodes=stage.job.nodes.set(b.uid, node))
+    unreachable(stage, b)
+    stop(stage, a, b, c)
+    assert stage.place(b) == Waiting(Wait.COOLDOWN, 60.0)
+    record = dump(stage.job)
+    loaded = load(record.head, record.parts, seed="new", now=5.0)
+    assert loaded.nodes[b.uid].cooling_until_at == 65.0

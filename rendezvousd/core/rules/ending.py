@@ -27,6 +27,13 @@ def too_few_due_at(job: Job) -> float | None:
     return job.short_at + job.spec.timing.join_s
 
 
+def apart_due_at(job: Job) -> float | None:
+    """Return when a job fails whose nodes reach the daemon but not each other, or None while they may."""
+    if job.apart_at is None or not job.gathering or job.judging or job.round is None or not job.round.unreachable:
+        return None
+    return job.apart_at + job.spec.timing.join_s
+
+
 def note_short(job: Job, now: float) -> Job:
     """Return the job with the begin of having too few nodes set or cleared."""
     short = job.gathering and job.recovering is None and job.tally.usable < job.spec.min_nodes
@@ -36,7 +43,8 @@ def note_short(job: Job, now: float) -> Job:
 
 
 def fail_if_hopeless(job: Job, now: float) -> Job:
-    """Return the job ended as failed, if it has had too few nodes for too long or too many short rounds."""
+    """Return the job ended as failed, if it has had too few nodes for too long, or nodes that do not reach each
+    other, or too many short rounds."""
     if job.ending is not None or job.judging:
         return job
     spec = job.spec
@@ -46,7 +54,11 @@ def fail_if_hopeless(job: Job, now: float) -> Job:
         if job.round is not None and job.round.cause is not None:
             text += f"; the last round broke because {job.round.cause.text}"
         return end_failed(job, Cause(kind=CauseKind.JOIN_TIMEOUT, at=now, text=text), now)
+    apart_due_at_ = apart_due_at(job)
     last = job.round.cause if job.round is not None else None
+    if last is not None and apart_due_at_ is not None and now >= apart_due_at_:
+        text = f"nodes reach the daemon but not each other for {spec.timing.join_s:g} s (join timeout); {last.text}"
+        return end_failed(job, Cause(kind=CauseKind.JOIN_TIMEOUT, at=now, text=text), now)
     if job.gathering and last is not None and job.calm.short_rounds >= spec.timing.short_rounds_max:
         text = (
             f"{job.calm.short_rounds} rounds in a row lasted under {spec.timing.short_round_s:g} s; last: {last.text}"

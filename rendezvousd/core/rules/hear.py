@@ -162,7 +162,8 @@ def _troubles(job: Job, node: Node, held: Held, before: Held | None, now: float)
         master = job.round.master
         text = (
             f"node {node.name} cannot reach the bootstrap store at {master.address} port {master.port} "
-            f"(on node {master.name}); is there a firewall between them?"
+            f"(on node {master.name}); is there a firewall between them, or should {master.name} be started with a "
+            "--local-addr that its peers reach?"
         )
         unreachable = job.round.unreachable | {node.uid}
         job = replace(job, round=replace(job.round, unreachable=unreachable))

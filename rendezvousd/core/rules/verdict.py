@@ -72,7 +72,8 @@ def fix_verdict(job: Job, now: float) -> Job:
     if len(round_.ends) < len(round_.seats):
         return job
     assert round_.cause is not None
-    job = replace(job, round=replace(round_, final=True), calm=calm_after(job, round_))
+    apart_at = _apart_at(job, round_)
+    job = replace(job, round=replace(round_, final=True), calm=calm_after(job, round_), apart_at=apart_at)
     job, out = weigh(job, round_, now)
     if out:
         job = _suspend(job, out, now)
@@ -81,6 +82,15 @@ def fix_verdict(job: Job, now: float) -> Job:
     if round_.cause.kind is CauseKind.NETWORK:  # who cannot reach a lost host does not suffer for it
         return _cool_down(job, round_, now)
     return job
+
+
+def _apart_at(job: Job, round_: Round) -> float | None:
+    """Return since when members of round after round have not reached each other; None: they have."""
+    assert round_.broken_at is not None
+    if round_.unreachable:
+        return job.apart_at if job.apart_at is not None else round_.sealed_at
+    lasted = round_.broken_at - round_.sealed_at >= job.spec.timing.short_round_s
+    return None if lasted else job.apart_at  # a short one may have broken before anybody noticed
 
 
 def give_up_overdue(job: Job, now: float) -> Job:
