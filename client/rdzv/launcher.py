@@ -352,6 +352,7 @@ class Launcher:
                     endpoint=",".join(map(str, self._endpoints)),
                     job_uid=self._agent.known.job_uid,
                     scratch=self._scratch.path,
+                    address=self._session.address if self._session is not None else "",
                 )
                 self._say_log_dir(self._workers.log_dir)
                 if not self._may_spawn():

@@ -190,6 +190,11 @@ class Session:
             if not writing.cancelled():
                 writing.result()  # a bug is to be loud
 
+    @property
+    def address(self) -> str:
+        """Where the peers of this host reach it; empty: not known yet."""
+        return self._address
+
     async def _channel_to(self, endpoint: Endpoint) -> grpc.aio.Channel:
         try:
             target, options = await aside(lambda: channels.target(endpoint), within_s=LOOK_UP_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rdzv.model import Assignment, Cause, Ended, Exit, Held, LeaveAsked, Outcome, Removed, Waiting
 
 TEXT_MAX = 8192  # bytes of one failure's text; a deep traceback fits, a dump of a tensor does not
@@ -101,6 +103,11 @@ def store_hopeless(error: str, tried_s: float) -> str:
 
 def own_store_lost(seat: Assignment) -> str:
     return f"round {seat.round}: this node was to host the bootstrap store, but has lost it; saying so"
+
+
+def interface(variables: Mapping[str, str]) -> str:
+    names, values = " and ".join(variables), ", ".join(sorted(set(variables.values())))
+    return f"{names} set to {values} for the workers, as the name of this host leads to a loopback address"
 
 
 def pausing(pause_s: float, times: int) -> str:

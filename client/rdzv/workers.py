@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable, Mapping
 
-from rdzv import model
+from rdzv import model, wording
 from rdzv.aside import aside
 from rdzv.convert import seat_out
 from rdzv.errors import last_words, looks_like_victim, read_error_file
+from rdzv.interfaces import interface_variables
 from rdzv.oom import moved, oom_kills
 from rdzv.options import Options
 from rdzv.outlet import Outlet
@@ -18,6 +20,8 @@ from rdzv.worker_env import script_missing, worker_argv, worker_environment
 
 _NO_SCRIPT = 2  # Python's exit code when it cannot open the script
 FILES_S = 5.0  # for files to be made, or read; they are small, but their file system may hang
+
+NAMES_S = 5.0  # for this host's own name to be looked up
 
 
 class Workers:
@@ -33,6 +37,7 @@ class Workers:
         self._stdio = Stdio(options, environ, stderr)
         self._error_files: list[str] = []  # of this round, by local rank
         self._oom_kills: tuple[int, ...] = ()  # before this round
+        self._interface_of: tuple[str, dict[str, str]] | None = None  # by address
 
     @property
     def log_dir(self) -> str:
@@ -40,19 +45,20 @@ class Workers:
         return self._stdio.log_dir.path if self._stdio.log_dir is not None else ""
 
     async def commands(
-        self, seat: model.Assignment, *, endpoint: str, job_uid: str, scratch: str
+        self, seat: model.Assignment, *, endpoint: str, job_uid: str, scratch: str, address: str
     ) -> list[WorkerCommand]:
-        """Return what to start. Their output is handed over with `started`. Raises OSError, TimeoutError, and
-        ValueError for a device that is not there."""
+        """Return what to start. Their output is handed over with `started`. `address`: where peers reach this host.
+        Raises OSError, TimeoutError, and ValueError for a device that is not there."""
         await self._stdio.finish()
         files, self._oom_kills = await aside(
             lambda: (self._stdio.prepare(seat, scratch), oom_kills()), within_s=FILES_S
         )
         self._error_files = files.error_files
         options, assigned, commands = self._options, seat_out(seat), []
+        environ = {**self._environ, **(await self._interface(address) if seat.group_size > 1 else {})}
         for local_rank, (stdout, stderr) in enumerate(self._stdio.open(seat, files)):
             env = worker_environment(
-                self._environ,
+                environ,
                 assigned,
                 local_rank,
                 run_id=options.run_id,
@@ -75,6 +81,17 @@ class Workers:
                 )
             )
         return commands
+
+    async def _interface(self, address: str) -> dict[str, str]:
+        """Return what names the interface that has this address to the workers, where they need it."""
+        if self._interface_of is None or self._interface_of[0] != address:
+            found: dict[str, str] = {}
+            with contextlib.suppress(TimeoutError):
+                found = await aside(lambda: interface_variables(self._environ, address), within_s=NAMES_S)
+            self._interface_of = (address, found)
+            if found:
+                self._warn(wording.interface(found))
+        return self._interface_of[1]
 
     def started(self) -> None:
         """All workers were started, or not all could be: nothing more is handed to them."""
