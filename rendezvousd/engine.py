@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from rendezvousd.attendance import TICK_S, Attendance, Clock, Stream, Table
 from rendezvousd.backends.base import Backend
-from rendezvousd.core.errors import NoRoom, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
+from rendezvousd.core.errors import BadRequest, NoRoom, NoSuchJob, NotLeader, RoundOver, StillLearning, StoreLost
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.kv import shown
 from rendezvousd.core.liveness import Pace
@@ -344,7 +344,7 @@ class Engine:
                     self.waiting.discard(run_id, event.uid)
                 if job is not None:
                     job = step(job, event, now, self.limits)
-            except (NoRoom, NoSuchJob) as refusal:
+            except (BadRequest, NoRoom, NoSuchJob) as refusal:
                 assert isinstance(event, NodeHeard)
                 self._refuse(run_id, event, letter.stream, str(refusal), passing=isinstance(refusal, NoRoom))
                 if job is not None:  # a refused node is none of the job
@@ -375,7 +375,7 @@ class Engine:
 
     def _which_job(self, run_id: str, job: Job | None, event: NodeHeard, now: float) -> Job | None:
         """Return the job the speaker belongs to, which may be a new one. None: it is too early for a new one.
-        Raises NoRoom, NoSuchJob."""
+        Raises BadRequest, NoRoom, NoSuchJob."""
         if (why := self._finished.get(event.known.job_uid)) is not None:
             raise NoSuchJob(why)
         match instance(job, event, now):
@@ -387,6 +387,8 @@ class Engine:
             case Instance.SUPERSEDED:
                 raise NoSuchJob(f"job {run_id!r} was submitted anew; the one this node belongs to is over")
             case Instance.NEW:
+                if event.unfit and not event.known.round:  # one that ran elsewhere goes on as it did
+                    raise BadRequest(event.unfit)
                 seed, uid = secrets.token_hex(16), JobUid(secrets.token_hex(8))
                 if job is not None:
                     follower = superseding(job, event, uid=uid, seed=seed, now=now)

@@ -220,6 +220,7 @@ def job_spec(nnodes: str = "1:4", **more: object) -> JobSpec:
         min_nodes=int(low),
         max_nodes=int(high or low),
         timing=Timing(**timing),  # type: ignore[arg-type]
+        given=tuple(timing),
         **more,  # type: ignore[arg-type]
     )
 

@@ -25,6 +25,7 @@ class NodeHeard(Struct, frozen=True, kw_only=True):
     offer: Offer | None = None
     leaving: str | None = None  # the reason
     outcome_seen: str = ""  # uid of the ended job whose outcome it has read
+    unfit: str = ""  # why no job is to begin with these wishes on this daemon; one that goes on may
 
 
 class StreamBroke(Struct, frozen=True, kw_only=True):

@@ -56,6 +56,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     on_daemon_loss: OnDaemonLoss = OnDaemonLoss.CONTINUE
     grow: Grow = Grow.QUIET
     timing: Timing = Timing()
+    # The durations and counts of `timing` that the node gave by itself (and "lease_s"); the others are its daemon's.
+    given: tuple[str, ...] = ()
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ DURATION_MAX_S = 7 * 24 * 3600.0
 HEARTBEAT_MIN_S = 0.05
 # The most worker processes of one node; the largest hosts have a few hundred cores.
 SLOTS_MAX = 4096
+LEASE_INTERVALS_MIN = 2  # heartbeats; with fewer, one late message is a lost node
 # Longest identity: ours have 32 characters.
 UID_BYTES = 256
 # Longest address: a host name has at most 253 characters.
@@ -95,6 +96,7 @@ class Specs(Struct, frozen=True):
 
     job: model.JobSpec
     node: model.NodeSpec
+    unfit: str = ""  # why no job is to begin with this on this daemon
 
 
 def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
@@ -123,16 +125,22 @@ def node_heard(state: pb.NodeState, specs: Specs, limits: Limits) -> NodeHeard:
         offer=_offer(state.offer) if state.HasField("offer") else None,
         leaving=cut(state.leaving.reason, limits.name_bytes, one_line=True) if state.HasField("leaving") else None,
         outcome_seen=state.outcome_seen,
+        unfit=specs.unfit,
     )
 
 
 def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float = 0.0) -> Specs:
     """Return what the first message of a stream says once for all. `takeover_s`: for how long there may be no daemon
-    that leads. Raises BadRequest where it makes no sense."""
+    that leads. Raises BadRequest where it makes no sense.
+
+    What only this daemon's own options stand against is no reason to refuse a node: its job may go on here, and began
+    on a daemon with others. It is in `unfit`.
+    """
     if not 1 <= spec.min_nodes <= spec.max_nodes:
         raise BadRequest(f"spec: need 1 <= min_nodes <= max_nodes, got {spec.min_nodes} and {spec.max_nodes}")
+    unfit = []
     if spec.min_nodes > limits.nodes_per_job:
-        raise BadRequest(
+        unfit.append(
             f"spec.min_nodes: {spec.min_nodes} nodes are more than this daemon attends of one job "
             f"(--max-nodes-per-job={limits.nodes_per_job})"
         )
@@ -146,9 +154,16 @@ def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float =
     _check_name("spec.role", spec.role, limits.name_bytes)
     _check_name("spec.topology", spec.topology, limits.name_bytes)
     on_daemon_loss = _choice("spec.on_daemon_loss", DAEMON_LOSSES, spec.on_daemon_loss)
-    timing = job_timing(spec.timeouts, timing)
+    timing, given = job_timing(spec.timeouts, timing)
+    if timing.lease_intervals < LEASE_INTERVALS_MIN:
+        unfit.append(
+            f"spec.timeouts: a lease of {timing.lease_s:g} s is less than two heartbeats of {timing.heartbeat_s:g} s"
+        )
     if on_daemon_loss is model.OnDaemonLoss.STOP:
-        timing = _stopping_timing(timing, takeover_s, given=bool(spec.timeouts.lease_ms))
+        if "lease_s" not in given:
+            timing = fence.fenced_timing(timing, takeover_s)
+        elif timing.lease_s <= fence.lease_min_s(timing, takeover_s):
+            unfit.append(_lease_too_short(timing, takeover_s))
     job = model.JobSpec(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
@@ -156,6 +171,7 @@ def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float =
         on_daemon_loss=on_daemon_loss,
         grow=_choice("spec.grow", GROWS, spec.grow),
         timing=timing,
+        given=given,
     )
     node = model.NodeSpec(
         slots=spec.slots,
@@ -164,11 +180,11 @@ def read_spec(spec: pb.Spec, timing: Timing, limits: Limits, takeover_s: float =
         topology=spec.topology,
         stop_grace_s=min(spec.stop_grace_ms / 1000, DURATION_MAX_S),
     )
-    return Specs(job, node)
+    return Specs(job, node, "; ".join(unfit))
 
 
-def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
-    """Return the daemon's durations with what the job wants instead. Raises BadRequest."""
+def job_timing(timeouts: pb.Timeouts, timing: Timing) -> tuple[Timing, tuple[str, ...]]:
+    """Return the daemon's durations with what the node gives instead, and the names of these. Raises BadRequest."""
     seconds = {
         "join_s": timeouts.join_ms,
         "settle_s": timeouts.settle_ms,
@@ -193,29 +209,21 @@ def job_timing(timeouts: pb.Timeouts, timing: Timing) -> Timing:
     if timeouts.short_rounds_max:
         timing = replace(timing, short_rounds_max=timeouts.short_rounds_max)
     if timeouts.lease_ms:
-        intervals = timeouts.lease_ms / 1000 / timing.heartbeat_s
-        if intervals < 2:
-            raise BadRequest(
-                f"spec.timeouts: a lease of {timeouts.lease_ms} ms is less than "
-                f"two heartbeats of {timing.heartbeat_s:g} s"
-            )
-        timing = replace(timing, lease_intervals=intervals)
+        timing = replace(timing, lease_intervals=timeouts.lease_ms / 1000 / timing.heartbeat_s)
     if timing.lease_s > LEASE_MAX_S:
         raise BadRequest(
             f"spec.timeouts: a lease of {timing.lease_s:g} s ({timing.lease_intervals:g} heartbeats of "
             f"{timing.heartbeat_s:g} s) is more than a week"
         )
-    return timing
+    more = {"short_rounds_max": timeouts.short_rounds_max, "lease_s": timeouts.lease_ms}
+    return timing, (*wanted, *(name for name, value in more.items() if value))
 
 
-def _stopping_timing(timing: Timing, takeover_s: float, *, given: bool) -> Timing:
-    """Return the durations of a job whose workers end with their lease: one that is long enough, unless the job gave
-    one itself. Raises BadRequest for one that a slow failover of the daemons would let run out."""
+def _lease_too_short(timing: Timing, takeover_s: float) -> str:
+    """Return why this lease will not do for a job whose workers end with it."""
     least_s = fence.lease_min_s(timing, takeover_s)
-    if not given or timing.lease_s > least_s:
-        return fence.fenced_timing(timing, takeover_s)
     failover = f"{takeover_s:g} s of failover (twice --leader-ttl, and 1 s to campaign), " if takeover_s else ""
-    raise BadRequest(
+    return (
         f"--on-daemon-loss=stop with a lease of {timing.lease_s:g} s: it must be more than {least_s:.3g} s, or workers "
         f"are stopped though a daemon comes back in time. It is {1 / fence.KEPT:.3g} times the sum of a heartbeat of "
         f"{timing.heartbeat_s:g} s, {failover}a pause of 1 s before the next call and a round trip of "

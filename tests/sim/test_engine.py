@@ -61,6 +61,7 @@ class SimNode:
         self.leaving: str | None = None
         self.failed = ""
         self.passing = False
+        self.unfit = ""
 
     @property
     def uid(self) -> NodeUid:
@@ -89,6 +90,7 @@ class SimNode:
             offer=self.offer,
             outcome_seen=self.outcome_seen,
             leaving=self.leaving,
+            unfit=self.unfit,
         )
         room = self.engine.rooms.get(self.run_id)
         revision = seen if seen >= 0 else room.revision if room is not None else 0

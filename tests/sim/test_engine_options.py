@@ -9,7 +9,8 @@ import pytest
 from rendezvousd.backends.memory import MemoryBackend
 from rendezvousd.config import OPTIONS, ConfigError, load
 from rendezvousd.core.events import CloseAsked, RestartAsked
-from rendezvousd.core.model import Held, JobSpec, NodeUid, OnDaemonLoss, Phase
+from rendezvousd.core.model import Held, JobSpec, JobUid, Known, NodeUid, OnDaemonLoss, Phase, RoundUid
+from rendezvousd.core.settings import Limits, Timing
 from rendezvousd.engine import Engine
 from rendezvousd.rpc.convert import read_spec
 from rendezvousd.rpc.rendezvous import Renderer
@@ -86,6 +87,26 @@ def test_a_job_runs_or_the_option_is_refused_by_name(name: str, text: str, stops
         await asyncio.sleep(1)
         assert not life.done()
         assert not engine.unserved
+        life.cancel()
+
+    simulate(story())
+
+
+def test_what_only_this_daemons_options_stand_against_is_refused_to_new_jobs_alone() -> None:
+    async def story() -> None:
+        engine = Engine(MemoryBackend(), Timing(), Limits())
+        life = asyncio.create_task(engine.run())
+        a, b, new, old = (
+            SimNode(engine, name, run_id) for name, run_id in zip("abcd", ("x", "x", "y", "z"), strict=True)
+        )
+        b.unfit = new.unfit = old.unfit = "its lease is too short for this daemon"
+        old.known = Known(job_uid=JobUid("elder"), round=7, round_uid=RoundUid("r"), group_size=2)
+        for node in (a, b, new, old):
+            node.offers(after=node.known.round_uid)
+            await asyncio.sleep(1)
+        assert new.refused == "its lease is too short for this daemon"
+        assert set(engine.rooms["x"].job.nodes) == {"a", "b"}, "it joins a job that goes on here"
+        assert set(engine.rooms["z"].job.nodes) == {"d"}, "and goes on with its own on a daemon that forgot it"
         life.cancel()
 
     simulate(story())

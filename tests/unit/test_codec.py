@@ -99,7 +99,7 @@ SEATS = every(Seat, slots=st.integers(1, 9))
 JOBS = every(
     Job,
     seed=st.just("new"),
-    spec=every(JobSpec, timing=every(Timing)),
+    spec=every(JobSpec, timing=every(Timing), given=st.lists(st.sampled_from(Timing.__struct_fields__)).map(tuple)),
     nodes=st.just(Map()),
     gone=st.dictionaries(UIDS.map(lambda uid: NodeUid(f"gone {uid}")), DEPARTURES, max_size=3).map(Map),
     round=st.none(),

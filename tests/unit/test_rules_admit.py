@@ -9,6 +9,8 @@ from rendezvousd.core.model import Departure, Ending, Grow, JobSpec, OnDaemonLos
 from rendezvousd.core.place import Wait, Waiting
 from rendezvousd.core.rules.admit import disagreement
 from rendezvousd.core.settings import Limits, Timing
+from rendezvousd.rpc.convert import read_spec
+from rendezvousd.v1 import rendezvous_pb2 as pb
 from tests.stage import Stage, failure, job_spec
 
 
@@ -33,7 +35,16 @@ def test_admit_a_node_whose_spec_disagrees_is_refused_with_the_difference() -> N
         ({"min_nodes": 1}, "--nnodes is 2:2 in this job, but this node says 1:2"),
         ({"on_daemon_loss": OnDaemonLoss.STOP}, "--on-daemon-loss is continue in this job, but this node says stop"),
         ({"grow": Grow.NEVER}, "grow is quiet in this job, but this node says never"),
-        ({"timing": Timing(join_s=60)}, "join_s is 600 in this job, but this node says 60"),
+        (
+            {"timing": Timing(join_s=60), "given": ("join_s",)},
+            "join_timeout is 600 in this job by default, but this node says 60",
+        ),
+        ({"timing": Timing(join_s=600), "given": ("join_s",)}, ""),
+        ({"timing": Timing(join_s=60)}, ""),
+        (
+            {"timing": Timing(short_rounds_max=3), "given": ("short_rounds_max",)},
+            "short_rounds_max is 20 in this job by default, but this node says 3",
+        ),
         ({}, ""),
     ],
 )
@@ -305,3 +316,51 @@ def test_instance_an_offer_made_to_the_old_job_does_not_count_in_the_new() -> No
     stage.lose(b)
     stage.hear(a)
     assert stage.roster() == []
+
+
+# ------------------------------------------------------------------------------ another daemon, with other options
+
+
+def wishes(options: Timing, **given: int) -> JobSpec:
+    """Return what a node that gives these wants of its job, on a daemon with these options."""
+    spec = pb.Spec(min_nodes=2, max_nodes=2, slots=1, timeouts=pb.Timeouts(**given))
+    return read_spec(spec, options, Limits()).job
+
+
+BEFORE, AFTER = Timing(), Timing(settle_s=5, heartbeat_s=2, join_s=60, calm_soon_s=7, kill_s=9, short_rounds_max=3)
+
+
+@pytest.mark.parametrize("given", [{}, {"lease_ms": 10_000}, {"settle_ms": 4000}, {"heartbeat_ms": 500}])
+def test_options_a_node_that_agrees_with_the_job_is_admitted_by_a_daemon_with_others(given: dict[str, int]) -> None:
+    assert disagreement(wishes(BEFORE, **given), wishes(AFTER, **given)) == ""
+
+
+def test_options_what_a_node_does_not_give_is_taken_from_the_job() -> None:
+    stage = Stage("2")
+    stage.spec = wishes(BEFORE, settle_ms=4000)
+    stage.join("a")
+    stage.spec = wishes(AFTER)
+    stage.join("b")
+    assert stage.roster() == ["a", "b"]
+    assert stage.job.spec.timing == Timing(settle_s=4)
+
+
+def test_options_what_a_node_gives_is_compared_with_what_is_in_force_whoever_set_it() -> None:
+    by_default, by_a_node = wishes(BEFORE), wishes(BEFORE, settle_ms=3000)
+    for job in (by_default, by_a_node):
+        assert disagreement(job, wishes(AFTER, settle_ms=3000)) == ""
+        assert "but this node says 5" in disagreement(job, wishes(AFTER, settle_ms=5000)), (
+            "though it is AFTER's default"
+        )
+    assert "lease is 5 in this job by default, but this node says 6" in disagreement(
+        by_default, wishes(AFTER, lease_ms=6000)
+    )
+
+
+def test_options_a_lease_that_only_this_daemon_finds_too_short_is_for_new_jobs_alone() -> None:
+    spec = pb.Spec(min_nodes=1, max_nodes=1, slots=1, timeouts=pb.Timeouts(lease_ms=6000))
+    assert read_spec(spec, Timing(heartbeat_s=4), Limits()).unfit.startswith("spec.timeouts: a lease of 6 s is less")
+    assert read_spec(spec, Timing(), Limits()).unfit == ""
+    spec.on_daemon_loss = pb.ON_DAEMON_LOSS_STOP
+    assert read_spec(spec, Timing(), Limits(), 0.0).unfit == ""
+    assert "--leader-ttl" in read_spec(spec, Timing(), Limits(), 5.0).unfit

@@ -222,7 +222,10 @@ def heard_timing(lease_s: float | None, takeover: float) -> Timing:
     spec = pb.Spec(min_nodes=1, max_nodes=1, slots=1, on_daemon_loss=pb.ON_DAEMON_LOSS_STOP)
     if lease_s is not None:
         spec.timeouts.lease_ms = round(lease_s * 1000)
-    return read_spec(spec, Timing(), Limits(), takeover).job.timing
+    specs = read_spec(spec, Timing(), Limits(), takeover)
+    if specs.unfit:
+        raise BadRequest(specs.unfit)
+    return specs.job.timing
 
 
 def test_without_a_lease_of_its_own_a_job_gets_one_that_outlasts_a_failover() -> None:

@@ -14,6 +14,17 @@ from rendezvousd.core.settings import Limits
 from rendezvousd.core.tally import drop_node, restance
 
 DAEMON = "rendezvousd"
+# The keys of --rdzv-conf that set these.
+OPTIONS = {
+    "join_s": "join_timeout",
+    "settle_s": "last_call_timeout",
+    "settle_max_s": "settle_max",
+    "grow_s": "grow_timeout",
+    "grow_max_s": "grow_max",
+    "heartbeat_s": "heartbeat",
+    "lease_s": "lease",
+    "short_round_s": "short_round",
+}
 USAGE = 2  # exit code of a launcher that was called wrongly
 
 
@@ -162,7 +173,11 @@ def bar(job: Job, uid: NodeUid, departure: Departure, limits: Limits) -> Job:
 
 
 def disagreement(job: JobSpec, node: JobSpec) -> str:
-    """Return how a node's wishes differ from the job's, for people; empty if they do not."""
+    """Return how a node's wishes differ from the job's, for people; empty if they do not.
+
+    A duration that the node does not give is its daemon's default, and no wish: it is taken from the job, which may
+    have begun on a daemon with other options.
+    """
     parts = []
     if (job.min_nodes, job.max_nodes) != (node.min_nodes, node.max_nodes):
         parts.append(
@@ -176,11 +191,11 @@ def disagreement(job: JobSpec, node: JobSpec) -> str:
     ):
         if ours != theirs:
             parts.append(f"{name} is {ours} in this job, but this node says {theirs}")
-    if job.timing != node.timing:
-        names = [n for n in job.timing.__struct_fields__ if getattr(job.timing, n) != getattr(node.timing, n)]
-        for name in names:
-            ours, theirs = getattr(job.timing, name), getattr(node.timing, name)
-            parts.append(f"{name} is {ours:g} in this job, but this node says {theirs:g}")
+    for name in node.given:
+        ours, theirs = getattr(job.timing, name), getattr(node.timing, name)
+        if round(ours * 1000) != round(theirs * 1000):  # a lease is a quotient on the way here
+            default = "" if name in job.given else " by default"
+            parts.append(f"{OPTIONS.get(name, name)} is {ours:g} in this job{default}, but this node says {theirs:g}")
     return "; ".join(parts)
 
 
