@@ -24,6 +24,7 @@ from rendezvousd.core.errors import BadRequest, NoRoom, NoSuchJob, NotLeader, Ro
 from rendezvousd.core.events import Event, NodeHeard, NodeLost, StreamBroke, TimePassed
 from rendezvousd.core.kv import shown
 from rendezvousd.core.liveness import Pace
+from rendezvousd.core.lookalikes import Lookalikes
 from rendezvousd.core.machine import step
 from rendezvousd.core.model import NO_ROUND, Job, JobUid, NodeUid
 from rendezvousd.core.place import urgent, valid_round_uid
@@ -98,6 +99,7 @@ class Engine:
         self._superseded: dict[str, set[NodeUid]] = {}  # by run id: nodes of jobs that another one is about to follow
         self._finished: OrderedDict[JobUid, str] = OrderedDict()
         self.waiting = WaitingNodes()
+        self._lookalikes = Lookalikes()
         self._faults = Faults(self.rooms, self.table, self.waiting)
         self._job_limit = JobLimit(limits.jobs, self.rooms, self._faults.unserved)
         self._waiting_at = 0.0  # when they are looked at next
@@ -190,8 +192,9 @@ class Engine:
         """Return why the job is where it is, and what is wrong with it or the backend."""
         if (why := self.unserved.get(room.job.run_id)) is not None:
             return why
-        trouble = "" if self.shared is None else self.shared.trouble()
-        return "; ".join(filter(None, (room.explain(self.clock.now()), room.trouble, trouble)))
+        trouble, now = "" if self.shared is None else self.shared.trouble(), self.clock.now()
+        alike = self._lookalikes.explain(room.job, (it.job for it in self.rooms.values()), now)
+        return "; ".join(filter(None, (room.explain(now), alike, room.trouble, trouble)))
 
     async def tell(self, run_id: str, event: Event) -> None:
         """Return once the event is part of the job, durably. Raises NoSuchJob, NotServed, and NotLeader when this

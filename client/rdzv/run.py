@@ -66,11 +66,11 @@ async def _run(options: Options, began_at: float) -> NoReturn:
     name = "rdzvrun" if options.standalone else options.node_name
     console = Console(name, Outlet(2, name))
     try:
+        # First of all: nodes of one job that were given different ids are found by comparing these lines.
+        why = "" if options.standalone or options.run_id_given else " (the scheduler's job id; no --rdzv-id given)"
+        console.say(Say(Topic.NEWS, f"run id {options.run_id}{why}"), began_at)
         for note in options.notes:
             console.say(Say(Topic.WARN, note), began_at)
-        if not options.run_id_given:
-            why = "" if options.standalone else " (the scheduler's job id; no --rdzv-id given)"
-            console.say(Say(Topic.NEWS, f"run id {options.run_id}{why}"), began_at)
         code = await Launcher(options, os.environ, console, began_at).run()
     except (NotServing, SpawnError) as error:
         console.say(Say(Topic.WARN, str(error)), began_at)

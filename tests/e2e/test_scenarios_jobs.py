@@ -61,7 +61,8 @@ def test_a_job_never_notices_that_another_one_fails(stage: Stage) -> None:
     stage.order("finish")
     assert calm.ends() == 0
     assert {e["round"] for e in stage.progress(node="calm")} == {1}
-    assert calm.lines()[1:] == ["job succeeded"]
+    assert calm.lines()[0] == "run id train"
+    assert calm.lines()[2:] == ["job succeeded"]
 
 
 def test_two_launchers_of_one_name_are_two_nodes(stage: Stage) -> None:
@@ -252,3 +253,12 @@ def test_a_job_beyond_the_daemons_limit_waits_and_says_why_until_another_one_has
     stage.order("finish-b")
     assert second.ends() == 0
     assert second.summary() == ["job succeeded"]
+
+
+def test_nodes_that_were_given_different_run_ids_are_told_of_each_other(stage: Stage) -> None:
+    stage.daemon()
+    nodes = [stage.launch(f"n{run_id}", "3", run_id=run_id) for run_id in ("1000", "1017", "1034")]
+    nodes[0].says(
+        r"waiting: 1 of 3 nodes; .*; 2 other jobs with the same --nnodes wait here with 1 node each \((1017, 1034|1034, 1017)\): "
+        r"do all nodes give the same --rdzv-id\?"
+    )
