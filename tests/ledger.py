@@ -395,7 +395,8 @@ class Ledger:
             assert (blamed.kind, blamed.uid) == (first.kind, first.uid), f"blamed {blamed.kind} of {blamed.uid}: {book}"
         fault = first.kind is CauseKind.WORKER_FAILED
         if first.uid in self._suspended(before, after, book, first, now):
-            assert after.ending is None
+            why = after.ending.cause if after.ending is not None else None
+            assert after.ending is None or (why is not None and why.kind is not CauseKind.WORKER_FAILED)
             assert first.uid not in after.nodes or after.nodes[first.uid].cooling_until_at is not None
             fault = False
         elif fault and (first.hopeless or before.known.restarts_used == after.spec.max_restarts):

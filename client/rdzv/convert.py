@@ -247,6 +247,7 @@ def _seat_in(seat: pb.Assigned) -> Assignment:
         master_port=seat.master_port,
         master_offer_id=seat.master_offer_id,
         store_generation=seat.store_generation,
+        notice=seat.notice,
     )
 
 

@@ -68,6 +68,7 @@ class Assignment:
     master_port: int
     master_offer_id: str
     store_generation: str = ""
+    notice: str = ""  # what nodes asked for and did not get, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

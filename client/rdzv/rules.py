@@ -110,9 +110,10 @@ def _take_seat(agent: Agent, now: float) -> Step:
         sent_at = place.sent_at if place.sent_at is not None else 0.0
         agent = replace(agent, fence=fence.renewed(place.valid_round_uid, sent_at, place.lease_s))
     said = Say(Topic.NEWS, wording.formed(seat))
+    noticed: list[Order] = [Say(Topic.WARN, seat.notice)] if seat.notice else []
     if offer is not None and offer.port is not None and offer.offer_id == seat.master_offer_id:
         agent = replace(agent, held=replace(held, spawned=True), offer=None, hosted=offer.offer_id)
-        return agent, [said, Spawn(seat)]
+        return agent, [*noticed, said, Spawn(seat)]
     # Dealt is dealt: an offer that is not the round's store will not be asked for again.
     drops: list[Order] = [] if offer is None else [DropStore(offer.offer_id)]
     agent = replace(agent, offer=None)
@@ -121,7 +122,7 @@ def _take_seat(agent: Agent, now: float) -> Step:
         said = Say(Topic.WARN, wording.own_store_lost(seat))
         return replace(agent, held=held, fence=None, idle_at=now), [*drops, said]
     reach = ReachMaster(round_uid=seat.round_uid, addr=seat.master_addr, port=seat.master_port)
-    return replace(agent, held=held), [*drops, said, reach]
+    return replace(agent, held=held), [*drops, *noticed, said, reach]
 
 
 def _keep_offer(agent: Agent, now: float) -> Step:

@@ -251,6 +251,7 @@ def _head(job: Job) -> StoredHead:
             broken=round_.broken_at is not None,
             final=round_.final,
             done=round_.done,
+            notice=round_.notice,
         ),
         recovering=None
         if recovering is None
@@ -519,6 +520,7 @@ def _read_round(stored: StoredRound, parts: _Parts, now: float) -> Round:
         broken_at=now if stored.broken else None,
         final=stored.final,
         done=stored.done,
+        notice=stored.notice,
     )
 
 

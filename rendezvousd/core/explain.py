@@ -40,6 +40,8 @@ def _running(job: Job, round_: Round, now: float) -> str:
     text = f"round {round_.number} runs: {_nodes(len(round_.seats))}, {_count(round_.world_size, 'rank')}"
     if round_.done:
         text += f"; {round_.done} of {len(round_.seats)} nodes have finished"
+    if round_.notice:
+        text += f"; {round_.notice}"
     if (waiting := job.tally.newcomers_ready) > 0:
         due_at = growth.growth_due_at(job)
         if due_at is None:

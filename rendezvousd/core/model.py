@@ -283,6 +283,7 @@ class Round(Struct, frozen=True, kw_only=True):
     broken_at: float | None = None
     final: bool = False  # every member's end is known, and the cause is fixed
     done: int = 0  # members that succeeded before it broke
+    notice: str = ""  # what nodes asked for and did not get, for people
 
     @property
     def master(self) -> Seat:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rendezvousd.core.model import Node, NodeUid, Round, Seat
+
+# Names, and wishes that were not met, that are spelled out before "and N more".
+SAID_MAX = 3
 
 
 def order(last: Round | None, survivors: Sequence[Node], newcomers: Sequence[Node]) -> list[Node]:
@@ -102,9 +106,50 @@ def _first_order(nodes: Sequence[Node], size: int) -> list[Node]:
             places[wish] = node
         else:
             others.append(node)
-    others.sort(key=lambda n: (n.spec.node_rank is None, n.spec.node_rank or 0, n.spec.topology, n.arrival))
+    others.sort(key=lambda n: (n.spec.node_rank is None, n.spec.node_rank or 0, *_natural(n.spec.topology), n.arrival))
     rest = iter(others)
     return [places[i] if i in places else next(rest) for i in range(size)]
+
+
+def _natural(label: str) -> tuple[list[str | int], str]:
+    """Return what sorts labels as people do: numbers in them by their value (node8 before node66)."""
+    parts = re.split(r"([0-9]+)", label)
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], label
+
+
+def unmet_wishes(nodes: Sequence[Node], newcomers: Collection[NodeUid]) -> str:
+    """Return what the newcomers among the nodes of a round, given by group rank, asked for and did not get, and which
+    names are shared; empty: nothing is amiss. For people."""
+    asked: dict[int, list[Node]] = defaultdict(list)
+    named: dict[str, list[Node]] = defaultdict(list)
+    for node in nodes:
+        named[node.name].append(node)
+        if node.uid in newcomers and node.spec.node_rank is not None:
+            asked[node.spec.node_rank].append(node)
+    said = [_unmet(nodes, rank, those) for rank, those in sorted(asked.items())]
+    for name, those in sorted(named.items()):
+        if len(those) > 1 and any(node.uid in newcomers for node in those):
+            said.append(f"{len(those)} nodes are named {name}: --rdzv-conf node_name= gives each its own")
+    said = [text for text in said if text]
+    more = [f"{len(said) - SAID_MAX} more such"] if len(said) > SAID_MAX else []
+    return "; ".join([*said[:SAID_MAX], *more])
+
+
+def _unmet(nodes: Sequence[Node], rank: int, asked: Sequence[Node]) -> str:
+    """Return how the wish for this rank was not met; empty: it was."""
+    wanted = f"--node-rank={rank} was asked for by {_names(asked)}"
+    if rank >= len(nodes):
+        return f"{wanted}, and there are {len(nodes)} nodes"
+    holder = nodes[rank]
+    if holder.uid in {node.uid for node in asked}:
+        return f"{wanted}; {holder.name} has it" if len(asked) > 1 else ""
+    return f"{wanted}, and {holder.name} has it"
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    named = [node.name for node in sorted(nodes, key=lambda node: node.arrival)]
+    more = f" and {len(named) - SAID_MAX} more" if len(named) > SAID_MAX else ""
+    return ", ".join(named[:SAID_MAX]) + more
 
 
 def seat_index(seats: Sequence[Seat]) -> dict[NodeUid, int]:

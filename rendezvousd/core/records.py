@@ -55,6 +55,7 @@ class StoredRound(Stored, frozen=True, kw_only=True):
     broken: bool = False
     final: bool = False
     done: int = 0
+    notice: str = ""
 
 
 class StoredRecovering(Stored, frozen=True, kw_only=True):

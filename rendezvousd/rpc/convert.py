@@ -449,4 +449,5 @@ def _assigned_pb(place: Assigned, max_restarts: int, generation: str) -> pb.Assi
         master_port=round_.master.port,
         master_offer_id=round_.master.offer_id,
         store_generation=generation,
+        notice=round_.notice,
     )

@@ -158,7 +158,7 @@ class _WaitReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     RECOVERING: _WaitReason.ValueType  # 4
     """the daemon is learning what ran before it started"""
     COOLDOWN: _WaitReason.ValueType  # 5
-    """this node could not reach its peers lately"""
+    """this node sits out: it could not reach its peers, or its workers keep failing and its peers' do not"""
 
 class WaitReason(_WaitReason, metaclass=_WaitReasonEnumTypeWrapper): ...
 
@@ -172,7 +172,7 @@ GROWING: WaitReason.ValueType  # 3
 RECOVERING: WaitReason.ValueType  # 4
 """the daemon is learning what ran before it started"""
 COOLDOWN: WaitReason.ValueType  # 5
-"""this node could not reach its peers lately"""
+"""this node sits out: it could not reach its peers, or its workers keep failing and its peers' do not"""
 global___WaitReason = WaitReason
 
 class _Outcome:
@@ -772,6 +772,7 @@ class Assigned(google.protobuf.message.Message):
     MASTER_PORT_FIELD_NUMBER: builtins.int
     MASTER_OFFER_ID_FIELD_NUMBER: builtins.int
     STORE_GENERATION_FIELD_NUMBER: builtins.int
+    NOTICE_FIELD_NUMBER: builtins.int
     round: builtins.int
     round_uid: builtins.str
     group_rank: builtins.int
@@ -795,6 +796,10 @@ class Assigned(google.protobuf.message.Message):
     """the offer whose store this is"""
     store_generation: builtins.str
     """of the daemon-held store; changes when its contents are lost"""
+    notice: builtins.str
+    """What nodes of this round asked for and did not get (a rank, a name of their own), one line for people; empty: nothing.
+    Need not be echoed.
+    """
     def __init__(
         self,
         *,
@@ -813,8 +818,9 @@ class Assigned(google.protobuf.message.Message):
         master_port: builtins.int = ...,
         master_offer_id: builtins.str = ...,
         store_generation: builtins.str = ...,
+        notice: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_size", b"group_size", "master_addr", b"master_addr", "master_offer_id", b"master_offer_id", "master_port", b"master_port", "max_restarts", b"max_restarts", "restart_count", b"restart_count", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "round_uid", b"round_uid", "slots", b"slots", "store_generation", b"store_generation", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_size", b"group_size", "master_addr", b"master_addr", "master_offer_id", b"master_offer_id", "master_port", b"master_port", "max_restarts", b"max_restarts", "notice", b"notice", "restart_count", b"restart_count", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "round_uid", b"round_uid", "slots", b"slots", "store_generation", b"store_generation", "world_size", b"world_size"]) -> None: ...
 
 global___Assigned = Assigned
 

@@ -259,6 +259,6 @@ def test_nodes_that_were_given_different_run_ids_are_told_of_each_other(stage: S
     stage.daemon()
     nodes = [stage.launch(f"n{run_id}", "3", run_id=run_id) for run_id in ("1000", "1017", "1034")]
     nodes[0].says(
-        r"waiting: 1 of 3 nodes; .*; 2 other jobs with the same --nnodes wait here with 1 node each \((1017, 1034|1034, 1017)\): "
-        r"do all nodes give the same --rdzv-id\?"
+        r"waiting: 1 of 3 nodes; .*; 2 other jobs with the same --nnodes wait here with 1 node each "
+        r"\((1017, 1034|1034, 1017)\): do all nodes give the same --rdzv-id\?"
     )

@@ -54,7 +54,14 @@ class Node:
         return self.hear(PlaceHeard(place=replace(place, **more)))  # type: ignore[arg-type]
 
     def seat(
-        self, number: int, *, master: bool = True, term: str = "t", rank: int | None = None, **more: object
+        self,
+        number: int,
+        *,
+        master: bool = True,
+        term: str = "t",
+        rank: int | None = None,
+        notice: str = "",
+        **more: object,
     ) -> list[Order]:
         """Deal round `number` to this node, as its first node or as its second."""
         offer = self.agent.offer
@@ -64,7 +71,7 @@ class Node:
             first_rank=group_rank * self.slots, slots=self.slots, world_size=2 * self.slots, role_first_rank=0,
             role_world_size=4, restart_count=1, max_restarts=self.max_restarts,
             master_addr="10.0.0.1", master_port=4000,
-            master_offer_id=offer.offer_id if master and offer is not None else "of somebody else",
+            master_offer_id=offer.offer_id if master and offer is not None else "of somebody else", notice=notice,
         )  # fmt: skip
         return self.place(seat, valid=f"r{number}", known=number, term=term, **more)
 

@@ -358,3 +358,14 @@ def test_why_a_round_broke_is_said_again_when_the_next_one_breaks_of_the_same() 
         assert causes(waiting) == [f"round {number} is over: {FAILED.text}"]
         assert causes(node.place(GATHERING, known=number, cause=FAILED)) == []
         node.opened()
+
+
+def test_what_nodes_asked_for_and_did_not_get_is_said_once_on_each() -> None:
+    notice = "--node-rank=0 was asked for by a, b; a has it"
+    for master in (True, False):
+        node = Node()
+        node.opened()
+        said = [order for order in node.seat(1, master=master, notice=notice) if isinstance(order, Say)]
+        assert [(it.topic, it.text) for it in said[:1]] == [(Topic.WARN, notice)]
+        again = [order for order in node.seat(1, master=master, notice=notice) if isinstance(order, Say)]
+        assert again == []

@@ -138,3 +138,69 @@ def test_the_master_is_rank_0s_freshly_offered_store() -> None:
     stage.play()
     assert first.uid == stage.round.master.uid
     assert first.offer_id != stage.round.master.offer_id
+
+
+# --------------------------------------------------------------------------------- what was asked for and not given
+
+
+def notice(stage: Stage) -> str:
+    assert stage.job.running is not None
+    return stage.job.running.notice
+
+
+def test_three_nodes_that_want_one_rank_are_told_so() -> None:
+    stage = Stage("3")
+    for name in "abc":
+        stage.join(name, node_rank=0)
+    assert notice(stage) == "--node-rank=0 was asked for by a, b, c; a has it"
+    assert stage.said == f"round 1 runs: 3 nodes, 3 ranks; {notice(stage)}", "and so does the log"
+
+
+def test_a_rank_beyond_the_world_is_said_to_be() -> None:
+    stage = Stage("2")
+    stage.join("a", node_rank=7)
+    stage.join("b")
+    assert notice(stage) == "--node-rank=7 was asked for by a, and there are 2 nodes"
+
+
+def test_a_rank_that_a_survivor_keeps_is_said_to_be() -> None:
+    stage = Stage("1:2")
+    stage.run("a")
+    stage.join("b", node_rank=0)
+    stage.wait(5)
+    stage.play()
+    assert notice(stage) == "--node-rank=0 was asked for by b, and a has it"
+    stage.restart()
+    stage.play()
+    assert notice(stage) == "", "once is enough"
+
+
+def test_nodes_that_share_a_name_are_told_so() -> None:
+    stage = Stage("3")
+    stage.join("x", "y", "x")
+    assert notice(stage) == "2 nodes are named x: --rdzv-conf node_name= gives each its own"
+
+
+def test_wishes_that_are_met_are_no_news() -> None:
+    stage = Stage("3")
+    for name, rank in [("a", 2), ("b", 0), ("c", 1)]:
+        stage.join(name, node_rank=rank)
+    assert notice(stage) == ""
+
+
+def test_what_is_said_is_bounded() -> None:
+    stage = Stage("100")
+    for i in range(100):
+        stage.join(f"n{i}", node_rank=1000 + i)
+    assert notice(stage).endswith("; 97 more such")
+    stage = Stage("100")
+    for i in range(100):
+        stage.join(f"n{i}", node_rank=0)
+    assert notice(stage) == "--node-rank=0 was asked for by n0, n1, n2 and 97 more; n0 has it"
+
+
+def test_topology_labels_compare_naturally() -> None:
+    stage = Stage("6")
+    for name in ("node66", "node8", "rack10-node1", "rack9-node20", "", "8"):
+        stage.join(name or "none", topology=name)
+    assert stage.roster() == ["none", "8", "node8", "node66", "rack9-node20", "rack10-node1"]

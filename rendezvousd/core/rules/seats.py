@@ -8,7 +8,7 @@ from immutables import Map
 from msgspec.structs import replace
 
 from rendezvousd.core.model import Job, Node, Round, RoundUid, Stance
-from rendezvousd.core.ranks import choose, deal, order, seat_index
+from rendezvousd.core.ranks import choose, deal, order, seat_index, unmet_wishes
 from rendezvousd.core.tally import restance
 
 
@@ -73,7 +73,8 @@ def _seal(job: Job, now: float) -> Job:
     survivors = sorted((n for n in able if n.member), key=_by_arrival)
     strangers = [n for n in able if not n.member]
     newcomers = choose(job.round, strangers, job.spec.max_nodes - len(survivors))
-    seats = deal(order(job.round, survivors, newcomers))
+    ordered = order(job.round, survivors, newcomers)
+    seats = deal(ordered)
     number = job.known.round + 1
     last = job.round
     round_ = Round(
@@ -85,6 +86,7 @@ def _seal(job: Job, now: float) -> Job:
         restart_count=job.known.restarts_used,
         sealed_at=now,
         admitted=last is not None and any(n.uid not in last.index for n in newcomers),
+        notice=unmet_wishes(ordered, frozenset(n.uid for n in newcomers)),
     )
     known = replace(job.known, round=number, round_uid=round_.uid, group_size=len(seats))
     cause = last.cause if last is not None else None
