@@ -98,11 +98,6 @@ BY_HISTORIES: dict[str, Mutation] = {
         "suspect.rounds >= ROUNDS_IN_A_ROW",
         "suspect.rounds >= 1",
     ),
-    "all nodes fail and one of them sits out": (
-        suspects._to_blame,
-        "len(few) == 1 or 2 * len(few) < len(round_.seats)",
-        "True",
-    ),
     "a node sits out that its peers cannot do without": (suspects.weigh, "others < job.spec.min_nodes", "False"),
     "success of one is success of all": (ending.succeed, "round_.done < len(round_.seats)", "round_.done == 0"),
 }
@@ -119,6 +114,11 @@ BY_STORIES: dict[str, Mutation] = {
     "a node is let in though others are done": (growth.room, " and round_.done == 0", ""),
     "success is not noticed": (ending.succeed, "round_.done < len(round_.seats)", "True"),
     "the join timeout is woken for while the verdict is open": (ending.too_few_due_at, " or job.judging", ""),
+    "half of all nodes fail and sit out": (
+        suspects._to_blame,
+        "len(few) == 1 or 2 * len(few) < len(round_.seats)",
+        "True",
+    ),
     "a bad host comes back by another launcher": (suspects.inherit, "suspect is None", "True"),
     "a bad host is forgotten when it sits out": (suspects._again, " or suspect.pauses > 0", ""),
     "newcomers that trickle in cost a restart each": (growth._backed_off_until, "calm.admitted_at is None", "True"),

@@ -143,6 +143,14 @@ def test_a_script_that_fails_on_all_nodes_is_nobodys_fault() -> None:
     assert stage.ending.outcome is Outcome.FAILED
 
 
+def test_a_script_that_fails_on_half_of_the_nodes_before_the_others_are_stopped_is_nobodys_fault() -> None:
+    stage = Stage("1:4", max_restarts=3)
+    *_, c, d = stage.run("a", "b", "c", "d")
+    for used in (1, 2):
+        fails(stage, c, d)
+        assert (stage.roster(), stage.job.known.restarts_used) == (["a", "b", "c", "d"], used)
+
+
 @pytest.mark.parametrize("victims", [True, False])
 def test_peers_that_failed_as_victims_do_not_speak_for_it(victims: bool) -> None:
     stage, a, b, c = three("1:3")
