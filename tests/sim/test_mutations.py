@@ -120,7 +120,6 @@ BY_STORIES: dict[str, Mutation] = {
         "True",
     ),
     "a bad host comes back by another launcher": (suspects.inherit, "suspect is None", "True"),
-    "a bad host is forgotten when it sits out": (suspects._again, " or suspect.pauses > 0", ""),
     "newcomers that trickle in cost a restart each": (growth._backed_off_until, "calm.admitted_at is None", "True"),
     "numbers begin anew with a new submission": (
         admit.superseding,

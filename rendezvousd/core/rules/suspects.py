@@ -112,7 +112,7 @@ def _spawners(round_: Round) -> frozenset[NodeUid]:
 
 
 def _again(suspect: Suspect) -> bool:
-    return suspect.rounds >= ROUNDS_IN_A_ROW or suspect.pauses > 0
+    return suspect.rounds >= ROUNDS_IN_A_ROW
 
 
 def _clear(job: Job, round_: Round, keep: Iterable[str] = ()) -> Job:
