@@ -76,6 +76,7 @@ UID_BYTES = 256
 # Longest address: a host name has at most 253 characters.
 ADDRESS_BYTES = 256
 DIGEST_BYTES = 64
+NOTICE_BYTES = 8192  # ours names a dozen nodes at most
 # What is counted: a 32-bit field has room for one more, and for the sum of two.
 COUNT_MAX = 2**31 - 1
 # Numbers of rounds and of streams, and milliseconds of a long life: exact in JSON and in floats, and far from 2^64.
@@ -265,6 +266,7 @@ def _assignment(told: pb.Assigned, limits: Limits) -> model.Assignment:
     _check_number("held.assignment.master_port", told.master_port, PORT_MAX)
     _check_name("held.assignment.master_offer_id", told.master_offer_id, UID_BYTES)
     _check_name("held.assignment.store_generation", told.store_generation, UID_BYTES)
+    _check_name("held.assignment.notice", told.notice, NOTICE_BYTES)
     return model.Assignment(
         group_rank=told.group_rank,
         group_size=told.group_size,
