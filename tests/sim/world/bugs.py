@@ -14,7 +14,7 @@ from rdzv import node, rules
 from rdzv.session import Session
 from rendezvousd.attendance import Clock
 from rendezvousd.backends import etcd
-from rendezvousd.core import machine, ranks, tally
+from rendezvousd.core import liveness, machine, ranks, tally
 from rendezvousd.core.kv import Namespace
 from rendezvousd.core.rules import admit, hear, lost, recover, seats, verdict
 from rendezvousd.election import Election
@@ -157,6 +157,10 @@ BUGS: dict[str, Bug] = {
         "return len(parts) < OPERATIONS_MAX // 2 and sum(map(len, parts)) <= BYTES_MAX",
         "return True",
     ),
+    "what a node does not give is taken for a wish": _bug(
+        20, admit.disagreement, "for name in node.given:", "for name in job.timing.__struct_fields__:"
+    ),
+    "how often a node sat out has no bound": _bug(20, liveness.pause_s, "min(max(0, times), DOUBLINGS_MAX)", "times"),
     "two folds of one job at a time": _bug(20, Engine._fold_for_ever, "if r not in self._serving", "if True"),
     "a loss is not weighed against what it caused": _bug(575, verdict._order, ", cause.at)", ", -cause.at)"),
 }
