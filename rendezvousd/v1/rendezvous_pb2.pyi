@@ -294,7 +294,9 @@ class NodeState(google.protobuf.message.Message):
     node_name: builtins.str
     """stable label, for people and for keeping a rank across launcher restarts"""
     submission: builtins.str
-    """Nodes of one submission (a scheduler's job id) share this token; empty: none."""
+    """Nodes of one submission (a scheduler's job id and attempt) share this token; empty: none. While a job is live, a node
+    with another token waits until it is over.
+    """
     uptime_ms: builtins.int
     """How long this launcher has been running. First message of a stream only."""
     stream_no: builtins.int
@@ -693,6 +695,7 @@ class Place(google.protobuf.message.Message):
     daemon_id: builtins.str
     """which brain this is: differs between daemons that share no backend"""
     job_uid: builtins.str
+    """empty: the node waits for the end of a job of this run id that is not its own"""
     heartbeat_ms: builtins.int
     """speak at least so often"""
     lease_ms: builtins.int
