@@ -67,8 +67,8 @@ def test_a_worker_that_dies_in_the_middle_of_a_line(stage: Stage) -> None:
 
 def test_a_worker_without_record_is_quoted_with_the_end_of_its_stderr(stage: Stage) -> None:
     stage.daemon()
-    endpoint = f"--rdzv-endpoint={stage.daemons[-1].endpoint}"
-    both = [start(stage, "--nnodes=2", endpoint, SPEAKER, "raises") for _ in range(2)]
+    endpoint = (f"--rdzv-endpoint={stage.daemons[-1].endpoint}", "--rdzv-id=job")
+    both = [start(stage, "--nnodes=2", *endpoint, SPEAKER, "raises") for _ in range(2)]
     assert [launcher.ends() for launcher in both] == [1, 1]
     for launcher in both:
         head, *rest = (line.strip() for line in launcher.summary())
