@@ -181,7 +181,11 @@ def _say_cause(agent: Agent, held: Held, cause: Cause) -> Step:
     """Once for each round, and again when it has changed: the next round may well break of the same."""
     if agent.cause_said == (held.round_uid, cause.text):
         return agent, []
-    said = Say(Topic.CAUSE, wording.broke(held.assignment, cause))
+    round_uid, before = agent.cause_said
+    if round_uid == held.round_uid and cause.text.startswith(f"{before}; "):  # only what came of it is new
+        said = Say(Topic.CAUSE, cause.text.removeprefix(f"{before}; "))
+    else:
+        said = Say(Topic.CAUSE, wording.broke(held.assignment, cause))
     return replace(agent, cause_said=(held.round_uid, cause.text)), [said]
 
 

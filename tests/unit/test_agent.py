@@ -369,3 +369,10 @@ def test_what_nodes_asked_for_and_did_not_get_is_said_once_on_each() -> None:
         assert [(it.topic, it.text) for it in said[:1]] == [(Topic.WARN, notice)]
         again = [order for order in node.seat(1, master=master, notice=notice) if isinstance(order, Say)]
         assert again == []
+
+
+def test_of_a_cause_that_grows_only_what_is_new_is_said() -> None:
+    node = failed(waits=True)
+    more = replace(FAILED, text=f"{FAILED.text}; node a sits out for 5 s: its workers keep failing")
+    assert causes(node.place(GATHERING, known=1, cause=more)) == ["node a sits out for 5 s: its workers keep failing"]
+    assert causes(node.place(GATHERING, known=1, cause=more)) == []
