@@ -109,6 +109,7 @@ class Judge:
             if away_s > GRACE_S - SLACK_S or now - old.at > LEASE_S - SLACK_S:
                 word.missed = self.last.get(daemon.name, "")
                 word.back_at, word.before_at = now, max(old.at, old.over_at or 0.0)
+                word.busy_since = None  # it is another node to the daemon
         if state.HasField("offer"):
             word.offered = word.offered | {state.offer.after_round_uid}
         if state.held.alive and state.held.assignment.round_uid != self.valid.get(daemon.name, ""):
@@ -174,7 +175,9 @@ class Judge:
         for node, fact in facts.items():
             attached = fact.over_for_s < FOLD_S and fact.silent_s < LEASE_S - SLACK_S and not self.instances.over(node)
             patience = self.job.plan.grace_s + LEASE_S - slack
-            if attached and fact.alive and fact.held != uid and fact.busy_for_s < patience:
+            # One that returned in this instant may not have been folded yet.
+            known = FOLD_S < fact.busy_for_s < patience
+            if attached and fact.alive and fact.held != uid and known:
                 self.world.fail(
                     "Quiet", f"{uid[:6]} is sealed while {node} says that {fact.alive} live of {fact.held[:6]}"
                 )
@@ -281,7 +284,7 @@ class Judge:
             return
         if not book.failures:
             self.world.fail("Charge", f"{uid[:6]} is charged, and no worker of it failed")
-        elif self.job.plan.gentle and book.deaths and not any(w.own_fault for w in book.failures):
+        elif self.cluster.plan.all_gentle and book.deaths and not any(w.own_fault for w in book.failures):
             self.world.fail("Charge", f"{uid[:6]} is charged for the loss of {book.deaths[0]}")
 
     def _cause(self, node: Any, place: Any) -> None:
@@ -291,7 +294,7 @@ class Judge:
         self.causes[node.uid] = place.valid_round_uid, cause.text
         over = place.WhichOneof("status") == "ended"  # with a round that may not have broken
         old = cause.text == said and (over or not valid or valid == place.valid_round_uid)
-        if old or cause.kind != pb.NODE_LOST or not self.job.plan.punctual:
+        if old or cause.kind != pb.NODE_LOST or not self.cluster.plan.all_punctual:
             return
         lost = self.cluster.node_of(cause.node_uid)
         if not cause.node_uid:  # some did not come back to a new daemon
@@ -383,7 +386,12 @@ class Judge:
                 continue  # it was lost, and is a newcomer now
             if self._failed_twice(uid, last):
                 continue  # it may sit out
-            if fact.offer_after == book.before and not fact.alive and last.told is not None and not self.job.plan.harsh:
+            if (
+                fact.offer_after == book.before
+                and not fact.alive
+                and last.told is not None
+                and not self.cluster.plan.any_harsh
+            ):
                 self.world.fail("Members first", f"{uid} loses its seat in {book.uid[:6]} to a newcomer")
 
     def _failed_twice(self, uid: str, last: Book) -> bool:

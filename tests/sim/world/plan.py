@@ -94,6 +94,20 @@ class Plan:
         """Whether a node may be too late with its offer."""
         return any(fault.what in ("slow", "slow-reader", "pause", "unreachable") for fault in self.faults)
 
+    # The daemons, and their etcd, are those of both jobs: what befalls them in one befalls the other.
+
+    @property
+    def all_gentle(self) -> bool:
+        return self.gentle and (self.wide.beside is None or self.wide.beside.gentle)
+
+    @property
+    def all_punctual(self) -> bool:
+        return self.punctual and (self.wide.beside is None or self.wide.beside.punctual)
+
+    @property
+    def any_harsh(self) -> bool:
+        return self.harsh or (self.wide.beside is not None and self.wide.beside.harsh)
+
     @property
     def lasts_s(self) -> float:
         """For how long a run goes on, at most."""
