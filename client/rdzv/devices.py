@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-import sys
 from collections.abc import Mapping
+
+from rdzv.interpreter import workers_python
 
 # No such node, no driver: nothing to ask torch for. NVIDIA (also Jetson and WSL) and AMD ...
 _GPU_NODES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
@@ -65,7 +66,7 @@ def _has_node(patterns: tuple[str, ...]) -> bool:
 def _ask_torch(expression: str, environ: Mapping[str, str]) -> int:
     import subprocess  # not needed where nothing is to be counted
 
-    python = environ.get("PYTHON_EXEC") or sys.executable
+    python = workers_python(environ)
     # The answer stands on a line of its own: extensions like to print when they are imported.
     code = f"import torch; print('\\ndevices', {expression})"
     try:

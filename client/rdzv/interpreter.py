@@ -5,21 +5,27 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from rdzv.options import Options
+if TYPE_CHECKING:
+    from rdzv.options import Options
 
 ASK_S = 20.0  # an interpreter is up in some hundredths of a second, from a slow shared file system in some seconds
 _CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+
+
+def workers_python(environ: Mapping[str, str]) -> str:
+    """Return the interpreter that workers run in, unless they are programs of their own."""
+    return environ.get("PYTHON_EXEC") or sys.executable
 
 
 def problem(options: Options, environ: Mapping[str, str]) -> str:
     """Return why workers cannot run, for people; empty: nothing is known to be wrong. torch is not imported for it."""
     if options.no_python:
         return ""  # what the program needs is its own business
-    python = environ.get("PYTHON_EXEC") or sys.executable
+    python = workers_python(environ)
     if python == sys.executable:
         found = importlib.util.find_spec("torch") is not None or _beside(options)
     else:
@@ -35,6 +41,8 @@ def _beside(options: Options) -> bool:
 
 def _asked(python: str, environ: Mapping[str, str]) -> bool:
     """Return what another interpreter says; True if it cannot be asked, for that is said where workers are started."""
+    import subprocess  # here because few need it, and all who parse a command line import this file
+
     try:
         done = subprocess.run(
             [python, "-c", _CODE],

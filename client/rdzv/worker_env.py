@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rdzv.interpreter import workers_python
 from rdzv.processes.facts import ZygotePlan
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def worker_argv(options: Options, environ: Mapping[str, str], local_rank: int) -
     args = tuple(_with_local_rank(arg, local_rank) for arg in options.training_script_args)
     if options.no_python:
         return (options.training_script, *args)
-    python = environ.get("PYTHON_EXEC") or sys.executable
+    python = workers_python(environ)
     module = ("-m",) if options.module else ()
     return (python, "-u", *module, _with_local_rank(options.training_script, local_rank), *args)
 

@@ -86,20 +86,26 @@ class Renderer:
 
     def _outside(self, room: Room, waiter: Waiter) -> bytes:
         """Return what a node is sent that has no part in the job of its run id: only why it waits."""
-        engine = self.engine
-        now, pace = engine.clock.now(), engine.pace(room.job.run_id)
-        message = pb.Place(
+        now = self.engine.clock.now()
+        message = self._of_daemon(room, why_it_waits(room.job, waiter.event, now), now)
+        message.waiting.reason = pb.GATHERING
+        message.waiting.left_ms = max(1, int((waiter.until_at - now) * 1000))
+        data: bytes = message.SerializeToString()
+        return data
+
+    def _of_daemon(self, room: Room, explain: str, now: float) -> pb.Place:
+        """Return a Place with what this daemon tells every node of a run id, and nothing of its job."""
+        engine, pace = self.engine, self.engine.pace(room.job.run_id)
+        return pb.Place(
             term=engine.term,
             revision=room.revision,
             daemon_id=engine.daemon_id,
             heartbeat_ms=int(pace.heartbeat_s * 1000),
             lease_ms=int(pace.lease_s * 1000),
             retry_max_ms=int(pace.retry_max_s * 1000),
-            explain=why_it_waits(room.job, waiter.event, now),
+            explain=explain,
             up_ms=int((now - engine.began_at) * 1000),
-            waiting=pb.Waiting(reason=pb.GATHERING, left_ms=max(1, int((waiter.until_at - now) * 1000))),
         )
-        return message.SerializeToString()
 
     def refusal(self, text: str, seq: bytes) -> bytes:
         """Return the Place of a node that has none in any job."""
@@ -130,21 +136,11 @@ class Renderer:
         return kept.whole
 
     def _make_common(self, room: Room, last: _Common | None, now: float) -> _Common:
-        job, pace = room.job, self.engine.pace(room.job.run_id)
-        round_ = job.round
-        message = pb.Place(
-            term=self.engine.term,
-            revision=room.revision,
-            daemon_id=self.engine.daemon_id,
-            job_uid=job.uid,
-            heartbeat_ms=int(pace.heartbeat_s * 1000),
-            lease_ms=int(pace.lease_s * 1000),
-            retry_max_ms=int(pace.retry_max_s * 1000),
-            valid_round_uid=valid_round_uid(job),
-            known=known_pb(job.known, job.uid),
-            explain=self.engine.explain(room),
-            up_ms=int((now - self.engine.began_at) * 1000),
-        )
+        job, round_ = room.job, room.job.round
+        message = self._of_daemon(room, self.engine.explain(room), now)
+        message.job_uid = job.uid
+        message.valid_round_uid = valid_round_uid(job)
+        message.known.CopyFrom(known_pb(job.known, job.uid))
         if round_ is not None and round_.cause is not None:
             message.break_cause.CopyFrom(cause_pb(round_.cause, final=round_.final))
         elif job.last_cause is not None:

@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rdzv.endpoints import Endpoint
@@ -109,14 +109,7 @@ class SessionProcess:
         process, ours = _spawn()
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            start = self._start
-            self._post(
-                "start",
-                _Start(
-                    start.endpoints, start.identity, self._standing, start.began_at, start.local_addr,
-                    start.retry_max_s, streams_before,
-                ),
-            )  # fmt: skip
+            self._post("start", replace(self._start, standing=self._standing, streams_before=streams_before))
             while (message := await _read(reader)) is not None:
                 match message:
                     case ("place", place):

@@ -11,11 +11,11 @@ import errno
 import os
 import random
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rdzv.interpreter import workers_python
 from rdzv.processes.link import Link
 from rdzv.processes.spawner_process import SpawnError
 
@@ -134,7 +134,7 @@ class StoreHolder:
 
 def _argv() -> list[str]:
     """The workers' interpreter, as torchrun chooses it."""
-    return [os.environ.get("PYTHON_EXEC") or sys.executable, str(Path(__file__).with_name("store_holder.py"))]
+    return [workers_python(os.environ), str(Path(__file__).with_name("store_holder.py"))]
 
 
 def _env() -> dict[str, str]:
