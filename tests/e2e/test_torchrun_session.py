@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.e2e.kit import Launcher, Stage
+from tests.e2e.kit import Launcher, Stage, until
 from tests.e2e.test_torchrun_plugin import PROGRAMS, finish, start, torchrun
 
 
@@ -68,11 +68,11 @@ def test_it_does_not_outlive_torchrun(stage: Stage, number: signal.Signals) -> N
     workers = [p for p in psutil.Process(node.process.pid).children(recursive=True) if p != speaker]
     node.send(number)
     node.process.wait()
-    stage.until(lambda: _is_over(speaker), "it has ended")
+    until(lambda: _is_over(speaker), "it has ended")
     for worker in workers:  # a torchrun that is killed leaves its workers behind
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
-    stage.until(lambda: not stage.job().nodes, "the daemon knows that the node is gone")
+    until(lambda: not stage.job().nodes, "the daemon knows that the node is gone")
 
 
 def test_a_signal_to_all_processes_does_not_silence_it(stage: Stage) -> None:
